@@ -1,0 +1,44 @@
+"""PageTurn's inference engine: paged KV cache, prefix reuse, continuous batching.
+
+Names are loaded on first use, so that reading a config or checking a parameter does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.engine_thread import AsyncLLMEngine
+    from engine.llm import LLM, AsyncLLM
+    from engine.outputs import RequestOutput, RequestPriority
+    from engine.sampling_params import BeamSearchParams, SamplingParams
+
+_HOME = {
+    "LLM": "engine.llm",
+    "AsyncLLM": "engine.llm",
+    "AsyncLLMEngine": "engine.engine_thread",
+    "EngineConfig": "engine.config",
+    "SamplingParams": "engine.sampling_params",
+    "BeamSearchParams": "engine.sampling_params",
+    "RequestOutput": "engine.outputs",
+    "RequestPriority": "engine.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "EngineConfig",
+    "RequestOutput",
+    "RequestPriority",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

@@ -1,0 +1,131 @@
+"""What the engine says: StepOutput of one step, Delta of a stream, RequestOutput of a finished request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
+
+
+class RequestPriority(IntEnum):
+    """Higher values are served first; within one priority the earlier arrival is."""
+
+    BACKGROUND = 0
+    LOW = 1
+    NORMAL = 2
+    HIGH = 3
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds of time.perf_counter(); 0.0 where not reached yet."""
+
+    arrival: float = 0.0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token; 0.0 before it."""
+        return max(0.0, self.first_token - self.arrival) if self.first_token else 0.0
+
+    def decode_rate(self, num_output_tokens: int) -> float:
+        """Tokens per second after the first token; 0.0 for fewer than two tokens."""
+        seconds = self.last_token - self.first_token
+        return (num_output_tokens - 1) / seconds if num_output_tokens > 1 and seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did for one request. The engine thread sends these to the event loops as they are.
+
+    new_token_ids       tokens sampled in this step (an end-of-sequence id included)
+    finish_reason       None while it runs, else "stop" | "length" | "abort" | "error"
+    num_computed_tokens prompt tokens whose KV exists now (prefill progress), of num_prompt_tokens
+    block_table         the sequence's physical blocks; set on the first token and at the end, else None
+    """
+
+    request_id: int
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_table: list[int] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a stream's reader gets: everything that happened since the last read, merged.
+
+    text is what may be shown now (stop strings and broken characters are held back); token_ids are the ids
+    of the step(s), without the end-of-sequence id; after a stop string token_ids of the whole request are
+    cut as RequestOutput says. stop_reason is the stop string or the stop token id that ended it.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    block_table: list[int] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+class _DictLike:
+    """Lets a result be read as out["text"] as well as out.text."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.keys():
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def keys(self) -> list[str]:
+        return [f.name for f in fields(self)]  # type: ignore[arg-type]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self.keys() else default
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Any:
+        return iter(self.keys())
+
+
+@dataclass(slots=True)
+class CompletionOutput(_DictLike):
+    """One generated continuation. token_ids leave out the end-of-sequence id that ended it; after a stop
+    string they are cut at the last token of which the kept text shows anything."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: Any = None
+
+
+@dataclass(slots=True)
+class RequestOutput(_DictLike):
+    """The result of one request; also reads as a dict. Top-level fields mirror outputs[0]."""
+
+    request_id: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: Any = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,134 @@
+"""SamplingParams: how the next token of one request is chosen, every field checked on entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """Sampling settings of one request; a bad value raises ValueError naming field, value and range.
+
+    temperature         >= 0; 0 is greedy
+    top_p               [0, 1]; the smallest set of most likely tokens with at least this mass; 0 is greedy
+    top_k               >= 0; 0 keeps all, 1 is greedy
+    min_p               [0, 1]; drops tokens below min_p times the most likely one's probability
+    repetition_penalty  > 0; divides positive and multiplies negative logits of tokens seen in prompt or output
+                        (Keskar et al., CTRL, arXiv:1909.05858)
+    presence_penalty    [-2, 2]; subtracted once from tokens seen in the output
+    frequency_penalty   [-2, 2]; subtracted per occurrence in the output
+    max_tokens          >= 1 new tokens
+    seed                None or 0 <= seed < 2**63; the same seed gives the same tokens whatever else is in the batch
+    stop                a string or up to 16 strings; the text ends before the first that appears
+    stop_token_ids      ids that end the request as the end-of-sequence token does
+    ignore_eos          the end-of-sequence token does not end the request
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 64
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    n: int = 1
+    _greedy: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0.0, None)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, 0, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        if isinstance(self.stop, str):
+            self.stop = (self.stop,)
+        if not isinstance(self.stop, (list, tuple)):
+            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {text!r}; every entry must be a string of at least one character")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        self.stop = tuple(self.stop)
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers >= 0")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, None)
+        self.stop_token_ids = tuple(self.stop_token_ids)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for name, value, neutral in (
+            ("logprobs", self.logprobs, None),
+            ("logit_bias", self.logit_bias or None, None),
+            ("n", self.n, 1),
+            ("min_tokens", self.min_tokens, 0),
+        ):
+            if value != neutral:
+                raise ValueError(f"{name}={value!r} is not available yet; this version supports {neutral!r} only")
+        self._greedy = self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def greedy(self) -> bool:
+        """True where the settings leave only the most likely token: temperature 0, top_p 0 or top_k 1."""
+        return self._greedy
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """Beam search, with transformers' meaning of every field. Not available yet: using it raises ValueError."""
+
+    beam_width: int = 5
+    max_tokens: int = 50
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, None)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _number("length_penalty", self.length_penalty, None, None)
+
+
+def _number(name: str, value: Any, low: float | None, high: float | None, open_low: bool = False) -> None:
+    text = _range(low, high, open_low)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number {text}")
+    if (low is not None and (value < low or (open_low and value == low))) or (high is not None and value > high):
+        raise ValueError(f"{name}={value!r} must be {text}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer {_range(low, high)}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}={value!r} must be {_range(low, high)}")
+
+
+def _range(low: float | None, high: float | None, open_low: bool = False) -> str:
+    if low is None:
+        return "of any size"
+    if high is None:
+        return f"above {low}" if open_low else f"of at least {low}"
+    return f"between {low} and {high}"
