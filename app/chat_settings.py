@@ -1,0 +1,85 @@
+"""The settings of one chat: sampling, system prompt, and what happens when its context is full."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from engine.sampling_params import SamplingParams
+
+MAX_SYSTEM_PROMPT_CHARS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Settings of one chat; a bad value raises ValueError naming field, value and range.
+
+    The sampling fields mean what SamplingParams says. max_tokens None: all that the context leaves.
+    seed None: another one each time. stop: up to 16 strings. system_prompt "": the model's own default.
+    thinking False asks templates that know `enable_thinking` to leave thinking out.
+    leave_out_older True drops the oldest turns from a prompt that would not fit; False refuses it.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    system_prompt: str = ""
+    thinking: bool = True
+    leave_out_older: bool = False
+
+    def __post_init__(self) -> None:
+        checked = self.sampling_params(rest_of_context=1 << 62)
+        object.__setattr__(self, "stop", tuple(checked.stop))
+        if not isinstance(self.system_prompt, str):
+            raise ValueError(f"system_prompt={self.system_prompt!r} must be a string")
+        if len(self.system_prompt) > MAX_SYSTEM_PROMPT_CHARS:
+            raise ValueError(
+                f"system_prompt has {len(self.system_prompt):,} characters; at most {MAX_SYSTEM_PROMPT_CHARS:,} "
+                "are allowed: shorten it"
+            )
+        for name in ("thinking", "leave_out_older"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+
+    def sampling_params(self, rest_of_context: int) -> SamplingParams:
+        """What the engine gets; max_tokens is cut to `rest_of_context` (tokens, at least 1)."""
+        wanted = rest_of_context if self.max_tokens is None else self.max_tokens
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            max_tokens=wanted,
+            seed=self.seed,
+            stop=self.stop,
+        )
+        params.max_tokens = min(wanted, rest_of_context)
+        return params
+
+    def changed(self, changes: dict[str, Any]) -> ChatSettings:
+        """A copy with `changes`; an unknown name raises ValueError."""
+        known = {f.name for f in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{name!r} is not a chat setting; known are {', '.join(sorted(known))}")
+        return replace(self, **changes)
+
+    def difference(self, defaults: ChatSettings) -> dict[str, Any]:
+        """The fields that are not as in `defaults`: what is stored, so that the rest follows the model in use."""
+        mine, base = asdict(self), asdict(defaults)
+        return {name: value for name, value in mine.items() if value != base[name]}
+
+
+# A model of SmolLM2-135M's size loops and wanders when sampled as a large one is.
+SMALL_MODEL_DEFAULTS = ChatSettings(temperature=0.2, top_p=0.9, repetition_penalty=1.1, max_tokens=512)
+DEFAULTS = ChatSettings()
