@@ -21,7 +21,8 @@ class EngineConfig:
     model                   "default", a folder (config.json + safetensors), a .gguf file, or a hub id
     device, dtype           "auto" lets DeviceManager choose and log why
     max_num_seqs            sequences that may run in one step
-    max_num_batched_tokens  tokens (decodes + prefill chunks) of one step
+    max_num_batched_tokens  tokens (decodes + prefill chunks) of one step; None: 8192 on CUDA, on a CPU up to 1024,
+                            fewer where a step would take longer than about 0.3 s
     max_model_len           tokens of prompt + output of one sequence; None: the model's own limit
     kvcache_block_size      tokens a KV block holds; None: the backend's preference (16)
     num_kvcache_blocks      blocks of the pool; -1: from memory (on a CPU the smaller of 2 GiB and a quarter
@@ -36,7 +37,7 @@ class EngineConfig:
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int = -1
@@ -56,8 +57,9 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None:
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs="
                 f"{self.max_num_seqs}: a step must hold one token of every running sequence"

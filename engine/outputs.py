@@ -62,13 +62,15 @@ class StepOutput:
 class Delta:
     """What a stream's reader gets: everything that happened since the last read, merged.
 
-    text is what may be shown now (stop strings and broken characters are held back); token_ids are the ids
-    of the step(s), without the end-of-sequence id; after a stop string token_ids of the whole request are
-    cut as RequestOutput says. stop_reason is the stop string or the stop token id that ended it.
+    text is what may be shown now (stop strings and broken characters are held back); token_ids are the new
+    ids, without the end-of-sequence id. num_output_tokens counts the ids of the whole request that its text
+    covers: after a stop string it is smaller than the number of ids received, and the reader cuts its list
+    there. stop_reason is the stop string or the stop token id that ended it.
     """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None

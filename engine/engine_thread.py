@@ -1,0 +1,484 @@
+"""EngineThread: the one thread that owns an LLMEngine; requests come in by an inbox, deltas go out by event loop.
+
+Nothing but this thread touches the engine's state once it is loaded. A step's outputs are grouped by the
+event loop that asked for them, and each loop is woken once a step; detokenizing happens over there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineConfig
+from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.block_manager import KVSnapshot
+    from engine.events import BlockEvent
+    from engine.llm_engine import LLMEngine
+    from models.tokenizer import Tokenizer
+
+logger = logging.getLogger("pageturn.engine")
+
+MAX_UNFINISHED = 1024
+SMALL_MODEL_PARAMETERS = 500_000_000
+_IDLE_CHECK_SECONDS = 1.0
+# The default of 5 ms would let a busy engine thread hold up an event loop for several of its steps.
+_SWITCH_INTERVAL = 0.001
+
+
+class EngineError(RuntimeError):
+    """The engine cannot take this request now."""
+
+
+class EngineNotReady(EngineError):
+    """The model is still being fetched or loaded."""
+
+
+class EngineDead(EngineError):
+    """The engine has stopped; the message carries the root cause."""
+
+
+class QueueFull(EngineError):
+    """Too many requests are unfinished; try again when some have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStatus:
+    stage: str = "waiting to start"
+    percent: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What /healthz and the page show. Counts are requests; rates tokens a second; kv counts blocks."""
+
+    ready: bool
+    model: str
+    load: LoadStatus
+    error: str | None
+    running: int = 0
+    waiting: int = 0
+    kv: dict[str, int] = field(default_factory=lambda: {"total": 0, "free": 0, "cached": 0, "active": 0})
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    max_model_len: int = 0
+    block_size: int = 0
+    small_model: bool = False
+    device: str = ""
+    dtype: str = ""
+    attention_backend: str = ""
+
+
+@dataclass(slots=True)
+class _Submission:
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: RequestPriority
+    owner: int
+    arrival: float
+
+
+class EngineThread:
+    """Owns the engine of a process. Every method may be called from any thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._engine: LLMEngine | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[int, _Stream] = {}
+        self._lock = threading.Lock()
+        self._load = LoadStatus()
+        self._error: str | None = None
+        self._cause: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._settled = threading.Event()
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start loading; returns at once. status() tells how it goes. A second call is a no-op while it lives."""
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._error = self._cause = None
+            self._stopping = False
+            self._settled.clear()
+            self._inbox = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
+
+    def retry(self) -> None:
+        """Load again after a failure; a no-op unless the engine is down."""
+        if self._error is not None:
+            thread = self._thread
+            if thread is not None:
+                thread.join(timeout=5)
+            self.start()
+
+    def wait_until_settled(self, timeout: float | None = None) -> bool:
+        """Block until the model is loaded or has failed to; False on timeout (seconds)."""
+        return self._settled.wait(timeout)
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End every request with "abort", release the model, join the thread."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The exception that brought the engine down, or kept it from loading."""
+        return self._cause
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: RequestPriority = RequestPriority.NORMAL,
+        owner: int = 0,
+        want_text: bool = True,
+    ) -> RequestStream:
+        """Queue a request for the running event loop and return its stream.
+
+        Raises ValueError for bad arguments, EngineNotReady, EngineDead or QueueFull. Prompts that cannot be
+        served end with finish_reason "error". owner is stamped on the blocks that the request writes.
+        """
+        request = self._admit(prompt_ids, params, priority, owner)
+        stream = RequestStream(self, request, self.tokenizer if want_text else None, asyncio.get_running_loop())
+        self._register(request, stream)
+        return stream
+
+    def submit_blocking(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: RequestPriority = RequestPriority.NORMAL,
+        owner: int = 0,
+        want_text: bool = True,
+    ) -> BlockingStream:
+        """submit() for threads without an event loop: the stream is an ordinary iterator."""
+        request = self._admit(prompt_ids, params, priority, owner)
+        stream = BlockingStream(self, request, self.tokenizer if want_text else None)
+        self._register(request, stream)
+        return stream
+
+    def abort(self, request_id: int, reason: str = "abort") -> None:
+        """End a request as soon as the step in flight is done; unknown or finished ids are a no-op."""
+        self._post(lambda: self._engine.abort(request_id, reason) if self._engine else None)
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt, as LLMEngine.encode; raises EngineNotReady before the model is loaded."""
+        return self._ready_engine().encode(prompt)
+
+    # -- what others see ------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer if self._engine is not None else None
+
+    def status(self) -> EngineStatus:
+        """A cheap look at the engine, never blocking on a step."""
+        engine = self._engine
+        if engine is None or self._error is not None:
+            return EngineStatus(False, self.config.model, self._load, self._error)
+        blocks, stats, scheduler = engine.blocks, engine.stats, engine.scheduler
+        cached, free = blocks.num_cached, blocks.num_free
+        return EngineStatus(
+            ready=True,
+            model=engine.model_name,
+            load=self._load,
+            error=None,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv={
+                "total": blocks.num_blocks,
+                "free": free,
+                "cached": cached,
+                "active": blocks.num_blocks - free - cached,
+            },
+            prefill_rate=stats.prefill_rate,
+            decode_rate=stats.decode_rate,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            max_model_len=engine.max_model_len,
+            block_size=blocks.block_size,
+            small_model=engine.num_parameters < SMALL_MODEL_PARAMETERS,
+            device=str(engine.device.device),
+            dtype=str(engine.device.dtype).removeprefix("torch."),
+            attention_backend=engine.device.attention_backend,
+        )
+
+    def kv_snapshot(self) -> KVSnapshot | None:
+        """Copies of the pool's arrays; None before the model is loaded."""
+        return self._engine.blocks.snapshot() if self._engine is not None else None
+
+    def events(self, since: int = 0) -> list[BlockEvent]:
+        """Events numbered above `since`, oldest first; a bounded ring keeps the last few thousand."""
+        return self._engine.events.since(since) if self._engine is not None else []
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL)
+        engine: LLMEngine | None = None
+        try:
+            self._load = LoadStatus("starting", 0.0)
+            # Imported here, so that a server can open its port before torch is in memory.
+            from engine.llm_engine import LLMEngine
+
+            engine = LLMEngine(self.config, self._report)
+            self._engine = engine
+            self._load = LoadStatus("ready", 100.0)
+            self._settled.set()
+            self._loop(engine)
+            for request_id in list(self._streams):
+                engine.abort(request_id)
+            self._deliver(engine.step())
+        except BaseException as error:
+            if not isinstance(error, ValueError):
+                logger.exception("the engine has stopped")
+            self._cause = error
+            self._error = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        finally:
+            self._fail_all(self._error or "the engine was shut down")
+            self._engine = None
+            if engine is not None:
+                engine.exit()
+            self._settled.set()
+
+    def _loop(self, engine: LLMEngine) -> None:
+        unchecked = False
+        while True:
+            try:
+                command = self._inbox.get_nowait() if not engine.is_finished() else self._wait(unchecked)
+            except queue.Empty:
+                if engine.is_finished():
+                    # Drained and quiet: the books must balance now, or nothing after this can be trusted.
+                    engine.check_integrity()
+                    unchecked = False
+                    continue
+                self._deliver(engine.step())
+                continue
+            if command is None or self._stopping:
+                return
+            command()
+            unchecked = True
+
+    def _wait(self, unchecked: bool) -> Callable[[], None] | None:
+        return self._inbox.get(timeout=_IDLE_CHECK_SECONDS if unchecked else None)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
+        for output in outputs:
+            # A finished stream has had its last word; dict.pop is atomic, so no lock is taken on this path.
+            finished = output.finish_reason is not None
+            stream = self._streams.pop(output.request_id, None) if finished else self._streams.get(output.request_id)
+            if isinstance(stream, RequestStream):
+                by_loop.setdefault(stream.loop, []).append((stream, output))
+            elif isinstance(stream, BlockingStream):
+                stream.put(output)
+        for loop, batch in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to read
+                loop.call_soon_threadsafe(_hand_over, batch)
+
+    def _fail_all(self, cause: str) -> None:
+        """Give every stream that is still open the root cause."""
+        with self._lock:
+            open_ids = list(self._streams)
+        self._deliver([StepOutput(request_id, [], "error", cause) for request_id in open_ids])
+
+    def _report(self, stage: str, percent: float) -> None:
+        self._load = LoadStatus(stage, round(percent, 1))
+        if self._stopping:
+            raise EngineError("shut down while loading")
+
+    # -- submission -----------------------------------------------------------------------------------
+
+    def _ready_engine(self) -> LLMEngine:
+        if self._error is not None:
+            raise EngineDead(f"the engine has stopped: {self._error}")
+        engine = self._engine
+        if engine is None:
+            raise EngineNotReady(f"the model is not ready yet: {self._load.stage}, {self._load.percent:.0f} %")
+        return engine
+
+    def _admit(
+        self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, owner: int
+    ) -> _Submission:
+        arrival = time.perf_counter()
+        engine = self._ready_engine()
+        engine.validate(prompt_ids, params)
+        if len(self._streams) >= MAX_UNFINISHED:
+            raise QueueFull(f"{len(self._streams)} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
+        return _Submission(engine.new_request_id(), list(prompt_ids), params, priority, owner, arrival)
+
+    def _register(self, request: _Submission, stream: _Stream) -> None:
+        with self._lock:
+            if self._error is not None or self._engine is None:
+                raise EngineDead(f"the engine has stopped: {self._error or 'shut down'}")
+            self._streams[request.request_id] = stream
+        self._post(lambda: self._add(request))
+
+    def _add(self, request: _Submission) -> None:
+        assert self._engine is not None
+        self._engine.add_request(
+            request.prompt_ids, request.params, request.priority, owner=request.owner,
+            request_id=request.request_id, arrival=request.arrival,
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.put(command)
+
+
+class _Stream:
+    """What RequestStream and BlockingStream share: the text state and the way to end the request."""
+
+    def __init__(self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None) -> None:
+        from engine.stream import StreamState
+
+        self.request_id = request.request_id
+        self._engine = engine
+        self._state = StreamState(request.request_id, request.prompt_ids, request.params, tokenizer)
+
+    def abort(self) -> None:
+        """End the request; the stream then ends with finish_reason "abort" and its figures. Twice is a no-op."""
+        if not self._state.finished:
+            self._engine.abort(self.request_id)
+
+    def output(self) -> RequestOutput:
+        """Everything received so far as one result."""
+        return self._state.output()
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self._state.metrics
+
+    def _feed(self, output: StepOutput) -> Delta | None:
+        if self._state.finished:
+            return None
+        delta = self._state.feed(output)
+        if self._state.stopped_by_text:
+            self._engine.abort(self.request_id, "stop")
+        return delta
+
+
+class RequestStream(_Stream):
+    """`async for delta in stream`: deltas merged since the last read; ends after the one with a finish_reason.
+
+    Belongs to the event loop that submitted it, and to one reader.
+    """
+
+    def __init__(
+        self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(engine, request, tokenizer)
+        self.loop = loop
+        self._unread: Delta | None = None
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._arrived.wait()
+        self._arrived.clear()
+        delta, self._unread = self._unread, None
+        assert delta is not None
+        self._ended = delta.finish_reason is not None
+        return delta
+
+    def deliver(self, output: StepOutput) -> None:
+        """Take one step's output; called on the stream's own loop."""
+        from engine.stream import merge
+
+        delta = self._feed(output)
+        if delta is not None:
+            self._unread = merge(self._unread, delta)
+            self._arrived.set()
+
+
+class BlockingStream(_Stream):
+    """`for delta in stream`, for a thread without an event loop."""
+
+    def __init__(self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None) -> None:
+        super().__init__(engine, request, tokenizer)
+        self._queue: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
+
+    def __iter__(self) -> Iterator[Delta]:
+        while not self._state.finished:
+            delta = self._feed(self._queue.get())
+            if delta is not None:
+                yield delta
+
+    def put(self, output: StepOutput) -> None:
+        """Take one step's output; called by the engine thread."""
+        self._queue.put(output)
+
+
+def _hand_over(batch: list[tuple[RequestStream, StepOutput]]) -> None:
+    for stream, output in batch:
+        stream.deliver(output)
+
+
+class AsyncLLMEngine:
+    """EngineThread's asyncio face, for programs that embed the engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.thread = EngineThread(config)
+
+    async def start(self) -> None:
+        """Load the model; raises what kept it from loading (ValueError for a bad model or setting)."""
+        self.thread.start()
+        await asyncio.to_thread(self.thread.wait_until_settled)
+        if self.thread.cause is not None:
+            raise self.thread.cause
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self.thread.shutdown)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.thread.tokenizer
+
+    def status(self) -> EngineStatus:
+        return self.thread.status()
+
+    def generate_async(
+        self,
+        prompt: str | list[int],
+        sampling_params: SamplingParams | None = None,
+        priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        owner: int = 0,
+        want_text: bool = True,
+    ) -> RequestStream:
+        """Queue a prompt (text or token ids) and return its stream of deltas; see EngineThread.submit."""
+        return self.thread.submit(
+            self.thread.encode(prompt), sampling_params or SamplingParams(), priority=priority, owner=owner,
+            want_text=want_text,
+        )
+
+    def abort(self, request_id: int) -> None:
+        self.thread.abort(request_id)

@@ -1,0 +1,210 @@
+"""ModelRunner: input buffers, the forward pass, the KV pool's memory. plan ► launch ► collect.
+
+It owns the tensors and never decides what runs: launch() takes the scheduler's plan, starts the step and
+returns a handle; collect() waits for it and brings the sampled ids to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.device import DevicePlan
+from engine.sampler import Sampler, SamplingRow
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence, SequenceStatus
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.loader import load_model
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step in flight. token_ids int64 [R] stays on the device until collect()."""
+
+    sequences: list[Sequence]
+    token_ids: torch.Tensor | None
+    bad_rows: torch.Tensor | None
+
+
+class ModelRunner:
+    """Runs one model on one device. num_blocks and max_model_len are fixed when it is built."""
+
+    def __init__(
+        self, path: Path, model_config: ModelConfig, device: DevicePlan, *, max_num_seqs: int, max_num_tokens: int,
+        max_model_len: int, progress: Progress,
+    ) -> None:
+        self.device = device
+        self.model_config = model_config
+        self.block_size = device.block_size
+        self.max_blocks_per_seq = -(-max_model_len // self.block_size)
+        self._max_num_tokens = max_num_tokens
+        progress("loading weights", 0.0)
+        self.model = load_model(
+            path, model_config, device=device.device, dtype=device.dtype,
+            attention_backend=device.attention_backend, progress=lambda percent: progress("loading weights", percent),
+        )
+        self.sampler = Sampler(model_config.vocab_size, device.device)
+        self.kv_cache: torch.Tensor | None = None
+        self._input_ids = self._host_buffer(max_num_tokens, torch.int64)
+        self._positions = self._host_buffer(max_num_tokens, torch.int64)
+        self._slots = self._host_buffer(max_num_tokens, torch.int64)
+        self._tables = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
+        self._rows: dict[int, _TableRow] = {}
+        self._free_rows = list(range(max_num_seqs))
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        size = torch.empty((), dtype=self.device.dtype).element_size()
+        return self.model_config.kv_bytes_per_token(size) * self.block_size
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Take the pool's memory: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+
+        Zeroed, because a masked-out slot still enters attention as 0 * value, which NaN would survive; on a
+        CPU the zero pages cost nothing before they are written.
+        """
+        c = self.model_config
+        self.kv_cache = torch.zeros(
+            (c.num_hidden_layers, 2, num_blocks, self.block_size, c.num_key_value_heads, c.head_dim),
+            dtype=self.device.dtype, device=self.device.device,
+        )
+        self.model.bind_kv_cache(self.kv_cache)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start the step of `plan`; every planned sequence has its blocks already."""
+        batch, sampled = self._prepare(plan)
+        hidden = self.model(batch)
+        if not sampled:
+            return StepHandle([], None, None)
+        logits = self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        rows = [_sampling_row(seq) for seq in sampled]
+        token_ids, bad_rows = self.sampler(logits, self.sampler.prepare(rows))
+        return StepHandle(sampled, token_ids, bad_rows)
+
+    def collect(self, handle: StepHandle) -> tuple[list[int], list[bool]]:
+        """Wait for the step; returns the sampled id of each of handle.sequences, and whether its logits held
+        NaN or infinity (the id is then meaningless)."""
+        if handle.token_ids is None or handle.bad_rows is None:
+            if self.device.device.type == "cuda":
+                # The host buffers are filled anew for the next step; this one must have read them.
+                torch.cuda.current_stream().synchronize()
+            return [], []
+        return handle.token_ids.tolist(), handle.bad_rows.tolist()
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress) -> None:
+        """Run dummy steps of the shapes that serving meets first, against block 0, whose content is then
+        overwritten by whoever allocates it."""
+        sizes = [n for n in (1, 16, 256) if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
+        for i, size in enumerate(sizes):
+            progress("warming up", 100.0 * i / len(sizes))
+            ids = torch.zeros(size, dtype=torch.int64, device=self.device.device)
+            count = -(-size // self.block_size)
+            assert self.kv_cache is not None
+            if count > self.kv_cache.shape[2]:
+                break
+            table = torch.arange(count, dtype=torch.int32, device=self.device.device)[None]
+            positions = torch.arange(size, device=self.device.device)
+            batch = ForwardBatch(
+                ids, positions, positions.clone(), [size], [size], table, [list(range(count))], 0, self.block_size,
+                torch.tensor([size - 1], device=self.device.device), {},
+            )
+            self.model.compute_logits(self.model(batch)[-1:])
+        progress("warming up", 100.0)
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a request that has ended."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row.index)
+        self.sampler.forget(request_id)
+
+    # -- internals ------------------------------------------------------------------------------------
+
+    def _prepare(self, plan: StepPlan) -> tuple[ForwardBatch, list[Sequence]]:
+        ids, positions, slots = self._input_ids.numpy(), self._positions.numpy(), self._slots.numpy()
+        block_size, offset = self.block_size, 0
+        logits_indices: list[int] = []
+        sampled: list[Sequence] = []
+        rows: list[int] = []
+        for item in plan.items:
+            seq, start, count = item.seq, item.start, item.num_tokens
+            row = self._table_row(seq)
+            rows.append(row)
+            if count == 1:
+                ids[offset] = seq.token_ids[start]
+                positions[offset] = start
+                slots[offset] = seq.block_table[start // block_size] * block_size + start % block_size
+            else:
+                where = np.arange(start, start + count)
+                ids[offset : offset + count] = seq.token_ids[start : start + count]
+                positions[offset : offset + count] = where
+                slots[offset : offset + count] = self._tables[row, where // block_size] * block_size + where % block_size
+            offset += count
+            if item.samples:
+                logits_indices.append(offset - 1)
+                sampled.append(seq)
+        width = max(len(item.seq.block_table) for item in plan.items)
+        batch = ForwardBatch(
+            input_ids=self._to_device(self._input_ids[:offset]),
+            positions=self._to_device(self._positions[:offset]),
+            slot_mapping=self._to_device(self._slots[:offset]),
+            query_lens=[item.num_tokens for item in plan.items],
+            context_lens=[item.start + item.num_tokens for item in plan.items],
+            block_tables=self._to_device(torch.from_numpy(self._tables[rows, :width])),
+            block_lists=[item.seq.block_table for item in plan.items],
+            num_decodes=plan.num_decodes,
+            block_size=block_size,
+            logits_indices=self._to_device(torch.tensor(logits_indices, dtype=torch.int64)),
+            scratch={},
+        )
+        return batch, sampled
+
+    def _table_row(self, seq: Sequence) -> int:
+        """The persistent block-table row of seq, brought up to date by what was added since the last step."""
+        row = self._rows.get(seq.request_id)
+        if row is None:
+            row = self._rows[seq.request_id] = _TableRow(self._take_row(), seq, seq.block_table, 0)
+        if row.source is not seq.block_table:
+            # A preempted sequence came back with another table.
+            row.source, row.filled = seq.block_table, 0
+        if row.filled < len(seq.block_table):
+            self._tables[row.index, row.filled : len(seq.block_table)] = seq.block_table[row.filled :]
+            row.filled = len(seq.block_table)
+        return row.index
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            # Only preempted sequences hold a row without running; there are never more running than rows.
+            for request_id in [r for r, row in self._rows.items() if row.seq.status is not SequenceStatus.RUNNING]:
+                self._free_rows.append(self._rows.pop(request_id).index)
+        return self._free_rows.pop()
+
+    def _host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=self.device.device.type == "cuda")
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device.device.type == "cpu" else tensor.to(self.device.device, non_blocking=True)
+
+
+def _sampling_row(seq: Sequence) -> SamplingRow:
+    prompt = output = ()
+    if seq.params.has_penalties:
+        prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
+    return SamplingRow(seq.request_id, seq.params, seq.seed, len(seq.token_ids), prompt, output)
+
+
+@dataclass(slots=True)
+class _TableRow:
+    index: int
+    seq: Sequence
+    source: list[int]
+    filled: int

@@ -1,0 +1,158 @@
+"""Scheduler: which tokens of which sequences the next step computes.
+
+One step is one ragged batch: first the decodes, one token each, then as many prompt tokens as the budget
+leaves, in chunks (Sarathi-Serve, arXiv:2403.02310), so that a long prompt never stalls the streams of others.
+When blocks run out, the sequence of the lowest priority, and among those the latest to arrive, is preempted:
+its blocks are released (and stay findable) and it is computed again later.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from engine.block_manager import BlockManager
+from engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Tokens [start, start + num_tokens) of seq are computed; `samples` where that reaches its last token."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: decodes first, then prefill chunks. `finished` are sequences that ended while planning."""
+
+    items: list[ScheduledSequence] = field(default_factory=list)
+    num_decodes: int = 0
+    num_tokens: int = 0
+    finished: list[Sequence] = field(default_factory=list)
+
+
+def _order(seq: Sequence) -> tuple[int, int]:
+    """Smaller is served first."""
+    return (-seq.priority, seq.arrival_order)
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences. `token_budget` may be lowered between steps."""
+
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.token_budget = max_num_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=_order)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> StepPlan:
+        """Choose the next step's tokens and give them their blocks."""
+        plan = StepPlan()
+        self._plan_decodes(plan)
+        # A lowered budget bounds the prompt tokens, never the decodes.
+        budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
+        budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
+        for seq in self.running:
+            if budget <= 0:
+                break
+            if seq.num_uncomputed_tokens and not self._is_planned(seq):
+                budget -= self._schedule(plan, seq, budget)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks:
+                # It outgrew the pool before it was preempted (a longer prompt is refused at entry).
+                self.finish(seq, "length")
+                plan.finished.append(seq)
+                continue
+            matched = self.blocks.match_prefix(seq)
+            # Each running sequence may want its next block before this one is done.
+            if not self.blocks.can_admit(seq, matched, reserve=min(len(self.running), self.blocks.num_blocks // 8)):
+                if self.running:
+                    break
+                raise RuntimeError(f"{seq} fits the pool of {self.blocks.num_blocks} blocks but finds no room in it")
+            self.waiting.pop(0)
+            self.blocks.admit(seq, matched)
+            seq.status = SequenceStatus.RUNNING
+            if not seq.was_admitted:
+                seq.was_admitted = True
+                seq.num_cached_tokens = seq.num_computed_tokens
+            self.running.append(seq)
+            budget -= self._schedule(plan, seq, budget)
+        return plan
+
+    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """End seq wherever it stands; its blocks come back exactly once. A second call is a no-op."""
+        if seq.is_finished:
+            return
+        (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
+        self.blocks.release(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.error = error
+
+    # -- internals ------------------------------------------------------------------------------------
+
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        decodes = [seq for seq in self.running if seq.is_decode]
+        for seq in decodes:
+            # An earlier turn of this loop may have preempted or ended it.
+            if seq.status is SequenceStatus.RUNNING and self._make_room(plan, seq):
+                self._schedule(plan, seq, 1)
+                plan.num_decodes += 1
+
+    def _make_room(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Find seq a block for its next token, by preempting others where need be."""
+        while not self.blocks.grow(seq, seq.num_tokens):
+            victim = max(self.running, key=_order)
+            if victim is seq and len(self.running) == 1:
+                # Every block of the pool is its own: there is nothing to wait for.
+                self.finish(seq, "length")
+                plan.finished.append(seq)
+                return False
+            self._preempt(plan, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._unplan(plan, seq)
+        self.blocks.events.add("preempt", seq.owner, seq.request_id, len(seq.block_table))
+        self.blocks.release(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.metrics.num_preemptions += 1
+        self.add(seq)
+
+    def _unplan(self, plan: StepPlan, seq: Sequence) -> None:
+        for i, item in enumerate(plan.items):
+            if item.seq is seq:
+                del plan.items[i]
+                plan.num_tokens -= item.num_tokens
+                plan.num_decodes -= 1
+                seq.num_placeholders -= item.samples
+                return
+
+    def _is_planned(self, seq: Sequence) -> bool:
+        return seq.num_placeholders > 0
+
+    def _schedule(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
+        start = seq.num_planned_tokens
+        count = min(seq.num_uncomputed_tokens, budget)
+        samples = count == seq.num_uncomputed_tokens
+        plan.items.append(ScheduledSequence(seq, start, count, samples))
+        plan.num_tokens += count
+        seq.num_planned_tokens += count
+        seq.num_placeholders += samples
+        return count

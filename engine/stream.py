@@ -1,0 +1,103 @@
+"""StreamState: turns the steps of one request into text; runs where the text is read, not in the engine thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.detokenizer import Detokenizer
+from engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput, StepOutput
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
+
+
+class StreamState:
+    """Accumulates one request. Without a tokenizer it keeps ids only.
+
+    A stop string is found here. The caller must then end the request in the engine: `stopped_by_text` is set
+    and the state is finished, whatever the engine still sends.
+    """
+
+    def __init__(
+        self, request_id: int, prompt_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+        self.stopped_by_text = False
+        self.num_prompt_tokens = len(prompt_ids)
+        self.num_cached_tokens = 0
+        self.metrics = RequestMetrics()
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, tuple(params.stop)) if tokenizer else None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def feed(self, step: StepOutput) -> Delta:
+        """Take one step's output in; returns what is new for the reader."""
+        ids = step.new_token_ids
+        reason = step.finish_reason
+        if reason == "stop" and ids:
+            if ids[-1] in self.params.stop_token_ids:
+                self.stop_reason = ids[-1]
+            ids = ids[:-1]
+        self.token_ids.extend(ids)
+        self.num_cached_tokens = step.num_cached_tokens
+        self.metrics = step.metrics
+        self.error = step.error
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(ids) if ids else ""
+            if self._detokenizer.stopped is not None:
+                self.stopped_by_text = reason is None
+                reason, self.stop_reason = "stop", self._detokenizer.stopped
+                del self.token_ids[self._detokenizer.kept_tokens :]
+            elif reason is not None:
+                text += self._detokenizer.finish()
+        self.text += text
+        self.finish_reason = reason
+        return Delta(
+            text=text,
+            token_ids=ids,
+            num_output_tokens=len(self.token_ids),
+            finish_reason=reason,
+            stop_reason=self.stop_reason,
+            error=step.error,
+            num_prompt_tokens=step.num_prompt_tokens,
+            num_cached_tokens=step.num_cached_tokens,
+            num_computed_tokens=step.num_computed_tokens,
+            block_table=step.block_table,
+            metrics=step.metrics,
+        )
+
+    def output(self) -> RequestOutput:
+        """The request as it stands."""
+        return RequestOutput(
+            request_id=self.request_id,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            outputs=[CompletionOutput(self.text, self.token_ids, self.finish_reason, self.stop_reason)],
+            metrics=self.metrics,
+        )
+
+
+def merge(older: Delta | None, newer: Delta) -> Delta:
+    """One delta that says what both said, so that a slow reader's backlog does not grow with every step."""
+    if older is None:
+        return newer
+    newer.text = older.text + newer.text
+    newer.token_ids = older.token_ids + newer.token_ids
+    if newer.block_table is None:
+        newer.block_table = older.block_table
+    return newer
