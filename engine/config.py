@@ -71,9 +71,7 @@ class EngineConfig:
         if self.num_kvcache_blocks != -1:
             _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1"
-            )
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
         if self.seed is not None:
             _at_least("seed", self.seed, 0)
         for name, value, available in (

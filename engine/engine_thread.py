@@ -341,8 +341,12 @@ class EngineThread:
     def _add(self, request: _Submission) -> None:
         assert self._engine is not None
         self._engine.add_request(
-            request.prompt_ids, request.params, request.priority, owner=request.owner,
-            request_id=request.request_id, arrival=request.arrival,
+            request.prompt_ids,
+            request.params,
+            request.priority,
+            owner=request.owner,
+            request_id=request.request_id,
+            arrival=request.arrival,
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -476,7 +480,10 @@ class AsyncLLMEngine:
     ) -> RequestStream:
         """Queue a prompt (text or token ids) and return its stream of deltas; see EngineThread.submit."""
         return self.thread.submit(
-            self.thread.encode(prompt), sampling_params or SamplingParams(), priority=priority, owner=owner,
+            self.thread.encode(prompt),
+            sampling_params or SamplingParams(),
+            priority=priority,
+            owner=owner,
             want_text=want_text,
         )
 

@@ -3,90 +3,64 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import time
-from collections.abc import Callable
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.device import DeviceManager
 from engine.events import EventLog
-from engine.model_runner import ModelRunner
+from engine.loading import EngineParts, Progress, load_parts
 from engine.outputs import RequestPriority, StepOutput
+from engine.sampler import BAD_TOKEN
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stats import EngineStats
-from models import catalog
-from models.loader import load_tokenizer, read_config
-
-logger = logging.getLogger("pageturn.engine")
 
 # On a CPU a step should last no longer than this, so that streams keep flowing and an abort acts at once.
 _TARGET_STEP_SECONDS = 0.3
 _MIN_CHUNK = 64
+_FIRST_CHUNK = 256
 
 
 class LLMEngine:
     """One model, one KV pool, many requests. Not thread-safe: one thread owns it (see EngineThread).
 
-    Raises ValueError (of the catalog, the loader or the configuration) where the model cannot be served.
-    progress(stage, percent) is called while loading.
+    Loads what config names unless the loaded parts are given; progress(stage, percent) is called meanwhile.
+    Raises ValueError where the model cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> None:
-        report = progress or (lambda stage, percent: None)
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, *, parts: EngineParts | None = None
+    ) -> None:
+        parts = parts or load_parts(config, progress or (lambda stage, percent: None))
         self.config = config
-        self.path = catalog.resolve(config.model, report)
-        report("reading the model's header", 0.0)
-        self.model_config = read_config(self.path)
-        self.tokenizer = load_tokenizer(self.path)
-        devices = DeviceManager(config)
-        self.device = devices.resolve()
-        on_cpu = self.device.device.type == "cpu"
-        self.max_model_len = self._max_model_len()
-        self._fixed_budget = config.max_num_batched_tokens is not None or not on_cpu
-        max_tokens = config.max_num_batched_tokens or (max(1024, config.max_num_seqs) if on_cpu else 8192)
-        self.runner = ModelRunner(
-            self.path, self.model_config, self.device, max_num_seqs=config.max_num_seqs, max_num_tokens=max_tokens,
-            max_model_len=self.max_model_len, progress=report,
-        )
-        num_blocks = config.num_kvcache_blocks
-        if num_blocks == -1:
-            # More than every sequence at full length can never be used.
-            most = config.max_num_seqs * -(-self.max_model_len // self.device.block_size)
-            num_blocks = min(devices.kv_budget_bytes(self.device) // self.runner.kv_bytes_per_block(), most)
-            if num_blocks < 1:
-                raise ValueError(
-                    f"no memory for a single KV block of {self.runner.kv_bytes_per_block()} bytes; free some memory "
-                    "or set num_kvcache_blocks"
-                )
-        self.num_parameters = sum(p.numel() for p in self.runner.model.parameters())
-        self.runner.allocate_kv_cache(num_blocks)
-        self.runner.warm_up(report)
+        self.model_name = parts.model_name
+        self.model_config = parts.model_config
+        self.tokenizer = parts.tokenizer
+        self.device = parts.device
+        self.runner = parts.runner
+        self.num_parameters = parts.num_parameters
+        self.max_model_len = parts.max_model_len
         self.events = EventLog()
         self.blocks = BlockManager(
-            num_blocks, self.device.block_size, enable_prefix_caching=config.enable_prefix_caching, events=self.events
+            parts.num_blocks,
+            parts.device.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            events=self.events,
         )
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_tokens)
-        if not self._fixed_budget:
-            self.scheduler.token_budget = 256
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=parts.max_num_batched_tokens
+        )
+        self._adaptive_budget = parts.adaptive_budget
+        if self._adaptive_budget:
+            self.scheduler.token_budget = _FIRST_CHUNK
         self.stats = EngineStats()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count()
         self._random = random.Random(config.seed)
         self._live: dict[int, Sequence] = {}
         self._pending: list[StepOutput] = []
-        logger.info(
-            "KV pool: %d blocks of %d tokens, %.0f MiB; max_model_len %d", num_blocks, self.device.block_size,
-            num_blocks * self.runner.kv_bytes_per_block() / 2**20, self.max_model_len,
-        )
-
-    @property
-    def model_name(self) -> str:
-        """What the API and the page call the model."""
-        return catalog.display_name(self.config.model, self.path)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -198,12 +172,12 @@ class LLMEngine:
             return outputs
         self._note_first_schedule(plan, started)
         handle = self.runner.launch(plan)
-        token_ids, bad_rows = self.runner.collect(handle)
-        outputs.extend(self._apply(plan, token_ids, bad_rows))
+        token_ids = self.runner.collect(handle)
+        outputs.extend(self._apply(plan, token_ids))
         seconds = time.perf_counter() - started
         prefill = plan.num_tokens - plan.num_decodes
         self.stats.record_step(prefill, len(token_ids), plan.num_decodes, seconds)
-        if not self._fixed_budget and self.stats.prefill_rate:
+        if self._adaptive_budget and self.stats.prefill_rate:
             chunk = int(self.stats.prefill_rate * _TARGET_STEP_SECONDS)
             self.scheduler.token_budget = max(_MIN_CHUNK, min(chunk, self.scheduler.max_num_batched_tokens))
         return outputs
@@ -216,19 +190,9 @@ class LLMEngine:
         """End every request and let go of the model; the engine cannot be used afterwards."""
         for request_id in list(self._live):
             self.abort(request_id)
-        self.runner.kv_cache = None
-        del self.runner
+        self.runner.exit()
 
     # -- internals ------------------------------------------------------------------------------------
-
-    def _max_model_len(self) -> int:
-        limit = self.model_config.max_position_embeddings
-        wanted = self.config.max_model_len
-        if wanted is None:
-            return limit
-        if wanted > limit:
-            raise ValueError(f"max_model_len={wanted} is above the model's own limit of {limit} tokens")
-        return wanted
 
     def _unservable(self, num_prompt_tokens: int) -> str | None:
         if num_prompt_tokens >= self.max_model_len:
@@ -252,19 +216,19 @@ class LLMEngine:
                 seq.metrics.first_scheduled = now
                 self.stats.record_admission(seq.num_prompt_tokens, seq.num_cached_tokens)
 
-    def _apply(self, plan: StepPlan, token_ids: list[int], bad_rows: list[bool]) -> list[StepOutput]:
+    def _apply(self, plan: StepPlan, token_ids: list[int]) -> list[StepOutput]:
         """Append what was sampled, index the blocks that were filled, end what is done."""
         outputs: list[StepOutput] = []
-        sampled = iter(zip(token_ids, bad_rows, strict=True))
+        sampled = iter(token_ids)
         now = time.perf_counter()
         for item in plan.items:
             seq = item.seq
             seq.num_computed_tokens = seq.num_planned_tokens
             new: list[int] = []
             if item.samples:
-                token, bad = next(sampled)
+                token = next(sampled)
                 seq.num_placeholders -= 1
-                if bad:
+                if token == BAD_TOKEN:
                     # What this sequence wrote cannot be trusted: end it before its blocks are indexed.
                     self._finish(seq, "error", "the model produced logits that are not finite", outputs)
                     continue

@@ -30,15 +30,21 @@ class StepHandle:
 
     sequences: list[Sequence]
     token_ids: torch.Tensor | None
-    bad_rows: torch.Tensor | None
 
 
 class ModelRunner:
     """Runs one model on one device. num_blocks and max_model_len are fixed when it is built."""
 
     def __init__(
-        self, path: Path, model_config: ModelConfig, device: DevicePlan, *, max_num_seqs: int, max_num_tokens: int,
-        max_model_len: int, progress: Progress,
+        self,
+        path: Path,
+        model_config: ModelConfig,
+        device: DevicePlan,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        progress: Progress,
     ) -> None:
         self.device = device
         self.model_config = model_config
@@ -47,8 +53,12 @@ class ModelRunner:
         self._max_num_tokens = max_num_tokens
         progress("loading weights", 0.0)
         self.model = load_model(
-            path, model_config, device=device.device, dtype=device.dtype,
-            attention_backend=device.attention_backend, progress=lambda percent: progress("loading weights", percent),
+            path,
+            model_config,
+            device=device.device,
+            dtype=device.dtype,
+            attention_backend=device.attention_backend,
+            progress=lambda percent: progress("loading weights", percent),
         )
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
@@ -73,7 +83,8 @@ class ModelRunner:
         c = self.model_config
         self.kv_cache = torch.zeros(
             (c.num_hidden_layers, 2, num_blocks, self.block_size, c.num_key_value_heads, c.head_dim),
-            dtype=self.device.dtype, device=self.device.device,
+            dtype=self.device.dtype,
+            device=self.device.device,
         )
         self.model.bind_kv_cache(self.kv_cache)
 
@@ -83,21 +94,20 @@ class ModelRunner:
         batch, sampled = self._prepare(plan)
         hidden = self.model(batch)
         if not sampled:
-            return StepHandle([], None, None)
+            return StepHandle([], None)
         logits = self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
         rows = [_sampling_row(seq) for seq in sampled]
-        token_ids, bad_rows = self.sampler(logits, self.sampler.prepare(rows))
-        return StepHandle(sampled, token_ids, bad_rows)
+        return StepHandle(sampled, self.sampler(logits, self.sampler.prepare(rows)))
 
-    def collect(self, handle: StepHandle) -> tuple[list[int], list[bool]]:
-        """Wait for the step; returns the sampled id of each of handle.sequences, and whether its logits held
-        NaN or infinity (the id is then meaningless)."""
-        if handle.token_ids is None or handle.bad_rows is None:
+    def collect(self, handle: StepHandle) -> list[int]:
+        """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
+        were not finite."""
+        if handle.token_ids is None:
             if self.device.device.type == "cuda":
                 # The host buffers are filled anew for the next step; this one must have read them.
                 torch.cuda.current_stream().synchronize()
-            return [], []
-        return handle.token_ids.tolist(), handle.bad_rows.tolist()
+            return []
+        return handle.token_ids.tolist()
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
@@ -114,8 +124,17 @@ class ModelRunner:
             table = torch.arange(count, dtype=torch.int32, device=self.device.device)[None]
             positions = torch.arange(size, device=self.device.device)
             batch = ForwardBatch(
-                ids, positions, positions.clone(), [size], [size], table, [list(range(count))], 0, self.block_size,
-                torch.tensor([size - 1], device=self.device.device), {},
+                ids,
+                positions,
+                positions.clone(),
+                [size],
+                [size],
+                table,
+                [list(range(count))],
+                0,
+                self.block_size,
+                torch.tensor([size - 1], device=self.device.device),
+                {},
             )
             self.model.compute_logits(self.model(batch)[-1:])
         progress("warming up", 100.0)
@@ -126,6 +145,12 @@ class ModelRunner:
         if row is not None:
             self._free_rows.append(row.index)
         self.sampler.forget(request_id)
+
+    def exit(self) -> None:
+        """Let go of the model's and the pool's memory."""
+        self.kv_cache = None
+        self.model.bind_kv_cache(None)
+        del self.model
 
     # -- internals ------------------------------------------------------------------------------------
 
@@ -147,7 +172,8 @@ class ModelRunner:
                 where = np.arange(start, start + count)
                 ids[offset : offset + count] = seq.token_ids[start : start + count]
                 positions[offset : offset + count] = where
-                slots[offset : offset + count] = self._tables[row, where // block_size] * block_size + where % block_size
+                blocks = self._tables[row, where // block_size]
+                slots[offset : offset + count] = blocks * block_size + where % block_size
             offset += count
             if item.samples:
                 logits_indices.append(offset - 1)
