@@ -1,0 +1,68 @@
+"""Attention over the paged KV cache: the module in a model's layer, and the contract of a backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from models.batch import ForwardBatch
+
+
+class AttentionBackend(ABC):
+    """Computes one layer's attention of one step. One object serves all layers.
+
+    preferred_block_size is the KV block size, in tokens, to use where the user sets none. What a backend derives
+    from the batch and not from the layer belongs into batch.scratch, under its own name.
+    """
+
+    name: str
+    preferred_block_size: int = 16
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch
+    ) -> Tensor:
+        """Writes k and v to the batch's slots, then attends from every query to its sequence's past and itself.
+
+        q [T, Hq, D], k and v [T, Hkv, D]; caches [num_blocks, block_size, Hkv, D]. Returns [T, Hq * D]. A row's
+        result depends on its own sequence only.
+        """
+
+
+class Attention(nn.Module):
+    """Holds one layer's views of the KV cache, which the model runner binds, and calls the backend."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, backend: AttentionBackend
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.backend = backend
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        assert self.k_cache is not None and self.v_cache is not None, "bind_kv_cache comes before forward"
+        return self.backend.forward(q, k, v, self.k_cache, self.v_cache, self.scale, batch)
+
+
+def bind_kv_cache(model: nn.Module, kv: Tensor) -> None:
+    """Gives each Attention of the model, in order, its layer of kv [layers, 2, num_blocks, block_size, Hkv, D]."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if len(layers) != kv.shape[0]:
+        raise ValueError(f"the KV cache has {kv.shape[0]} layers, the model {len(layers)}")
+    for layer, (k_cache, v_cache) in zip(layers, kv, strict=True):
+        layer.k_cache, layer.v_cache = k_cache, v_cache
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name; ValueError for one that does not exist."""
+    if name != "sdpa":
+        raise ValueError(f"attention backend {name!r} is not available; 'sdpa' is")
+    from models.layers.sdpa import SdpaBackend
+
+    return SdpaBackend()

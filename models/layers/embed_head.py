@@ -1,0 +1,36 @@
+"""The token embedding and the output head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers.linear import copy_whole, new_parameter
+
+
+class Embedding(nn.Module):
+    """Token ids int64 [T] -> hidden states [T, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = new_parameter((vocab_size, hidden), dtype, device, copy_whole)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Head(nn.Module):
+    """Hidden states [R, hidden] -> logits float32 [R, vocab]. Tied to an embedding it shares that weight."""
+
+    def __init__(
+        self, vocab_size: int, hidden: int, dtype: torch.dtype, device: torch.device, tied_to: Embedding | None
+    ) -> None:
+        super().__init__()
+        if tied_to is not None:
+            self.weight = tied_to.weight
+        else:
+            self.weight = new_parameter((vocab_size, hidden), dtype, device, copy_whole)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight).float()

@@ -1,0 +1,188 @@
+"""Linear layers whose parameters know which part of a checkpoint's tensor is theirs.
+
+Fused layers (query-key-value, gate-up) do one matrix product where the checkpoint keeps several matrices. Under
+tensor parallelism column layers keep this rank's rows and RowLinear its columns; `tp_rank` and `tp_size` say
+which. With tp_size 1 every layer is whole.
+
+Every parameter carries `parts`, the checkpoint's names beside the layer that fill it (None for its own name),
+and `weight_loader(tensor, part)`, which copies this rank's share of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one checkpoint matrix goes: rows [start, start + rows) of its `total` rows become rows
+    [offset, offset + rows) of this rank's parameter."""
+
+    name: str | None
+    total: int
+    start: int
+    rows: int
+    offset: int
+
+
+def new_parameter(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_loader: Callable[[nn.Parameter, Tensor, str | None], None],
+    parts: Sequence[str | None] = (None,),
+) -> nn.Parameter:
+    """An uninitialised parameter that is filled by `weight_loader` from each of `parts`."""
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    parameter.parts = tuple(parts)  # type: ignore[attr-defined]
+    parameter.weight_loader = lambda tensor, part: weight_loader(parameter, tensor, part)  # type: ignore[attr-defined]
+    return parameter
+
+
+def copy_whole(parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+    """The weight_loader of a parameter that the checkpoint stores as it is."""
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)} does not fit {tuple(parameter.shape)}")
+    parameter.data.copy_(tensor)
+
+
+class ColumnLinear(nn.Module):
+    """y = x W^T + b with the rows of W cut into `parts`; a rank holds a share of each."""
+
+    def __init__(
+        self, in_features: int, parts: Sequence[Part], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = sum(part.rows for part in parts)
+        self._parts = {part.name: part for part in parts}
+        names = tuple(self._parts)
+        self.weight = new_parameter((self.out_features, in_features), dtype, device, self._load, names)
+        self.bias = new_parameter((self.out_features,), dtype, device, self._load, names) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _load(self, parameter: nn.Parameter, tensor: Tensor, name: str | None) -> None:
+        part = self._parts[name]
+        expected = (part.total, *parameter.shape[1:])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
+        parameter.data.narrow(0, part.offset, part.rows).copy_(tensor.narrow(0, part.start, part.rows))
+
+
+class MergedLinear(ColumnLinear):
+    """Several matrices with the same input as one product; the outputs lie side by side."""
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: dict[str, int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        parts, offset = [], 0
+        for name, total in sizes.items():
+            rows = divide(total, tp_size, name)
+            parts.append(Part(name, total, tp_rank * rows, rows, offset))
+            offset += rows
+        super().__init__(in_features, parts, bias, dtype, device)
+
+
+class GateUpLinear(MergedLinear):
+    """gate_proj and up_proj: [T, hidden] -> [T, 2 * intermediate / tp_size]."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, device: torch.device,
+                 tp_rank: int = 0, tp_size: int = 1) -> None:  # fmt: skip
+        sizes = {"gate_proj": intermediate, "up_proj": intermediate}
+        super().__init__(hidden, sizes, bias, dtype, device, tp_rank, tp_size)
+
+
+class QKVLinear(ColumnLinear):
+    """q_proj, k_proj and v_proj: [T, hidden] -> [T, (heads + 2 * kv_heads) * head_dim] of this rank.
+
+    Query heads are split evenly over the ranks. KV heads are, too, or, when ranks exceed them, each is
+    replicated on tp_size / num_kv_heads neighbouring ranks.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        self.num_heads = divide(num_heads, tp_size, "query heads")
+        if tp_size > num_kv_heads:
+            replicas = divide(tp_size, num_kv_heads, "ranks over KV heads")
+            self.num_kv_heads, kv_start = 1, tp_rank // replicas
+        else:
+            self.num_kv_heads = divide(num_kv_heads, tp_size, "KV heads")
+            kv_start = tp_rank * self.num_kv_heads
+        q_rows, kv_rows = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        kv_total = num_kv_heads * head_dim
+        parts = (
+            Part("q_proj", num_heads * head_dim, tp_rank * q_rows, q_rows, 0),
+            Part("k_proj", kv_total, kv_start * head_dim, kv_rows, q_rows),
+            Part("v_proj", kv_total, kv_start * head_dim, kv_rows, q_rows + kv_rows),
+        )
+        super().__init__(hidden, parts, bias, dtype, device)
+
+
+class RowLinear(nn.Module):
+    """y = x W^T + b with the columns of W split over the ranks: every rank's y is a summand of the whole.
+
+    Only rank 0 keeps the bias, so that the sum over ranks adds it once.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        super().__init__()
+        self.total = in_features
+        self.in_features = divide(in_features, tp_size, "input features")
+        self.start = tp_rank * self.in_features
+        self.adds_bias = tp_rank == 0
+        self.weight = new_parameter((out_features, self.in_features), dtype, device, self._load)
+        self.bias = new_parameter((out_features,), dtype, device, self._load_bias) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _load(self, parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+        expected = (parameter.shape[0], self.total)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
+        parameter.data.copy_(tensor.narrow(1, self.start, self.in_features))
+
+    def _load_bias(self, parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+        copy_whole(parameter, tensor, part)
+        if not self.adds_bias:
+            parameter.data.zero_()
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """total / parts; ValueError when it does not come out even."""
+    if total % parts:
+        raise ValueError(f"{total} {what} do not divide evenly by {parts}")
+    return total // parts

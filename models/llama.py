@@ -1,0 +1,134 @@
+"""Llama (Touvron et al., arXiv:2302.13971): pre-norm decoder with rotary positions, grouped KV heads and SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.layers.attention import Attention, AttentionBackend, bind_kv_cache
+from models.layers.embed_head import Embedding, Head
+from models.layers.layernorm import RMSNorm
+from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from models.layers.rotary import RotaryEmbedding, rotate
+
+
+class LlamaAttention(nn.Module):
+    """Queries, keys and values by one product, rotated together, then attention over the pages."""
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, **place: Any) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVLinear(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.attention_bias,
+            **place,
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.o_proj = RowLinear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, config.attention_bias, **place
+        )
+        self.attn = Attention(self.num_heads, self.num_kv_heads, config.head_dim, config.head_dim**-0.5, backend)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        rotated = rotate(qkv[:, : self.num_heads + self.num_kv_heads], *rope)
+        q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        return self.o_proj(self.attn(q, k, qkv[:, self.num_heads + self.num_kv_heads :], batch))
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, **place: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, **place)
+        self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class LlamaDecoderLayer(nn.Module):
+    attention_class: type[nn.Module] = LlamaAttention
+
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, **place: Any) -> None:
+        super().__init__()
+        norm_place = {"dtype": place["dtype"], "device": place["device"]}
+        self.self_attn = self.attention_class(config, backend, **place)
+        self.mlp = LlamaMLP(config, **place)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm_place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm_place)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) with the hidden state x + residual -> the same pair after this layer."""
+        if residual is None:
+            normed, residual = self.input_layernorm(x), x
+        else:
+            normed, residual = self.input_layernorm.add_and_norm(x, residual)
+        normed, residual = self.post_attention_layernorm.add_and_norm(self.self_attn(normed, rope, batch), residual)
+        return self.mlp(normed), residual
+
+
+class LlamaModel(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layer_class: type[nn.Module], backend: AttentionBackend, **place: Any
+    ) -> None:
+        super().__init__()
+        dtype, device = place["dtype"], place["device"]
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(layer_class(config, backend, **place) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.rotary = RotaryEmbedding(config, dtype, device)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        x, residual = self.embed_tokens(batch.input_ids), None
+        rope = self.rotary(batch)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, batch)
+        return self.norm.add_and_norm(x, residual)[0] if residual is not None else self.norm(x)
+
+
+class LlamaForCausalLM(nn.Module):
+    """The whole model. Weight names below it are those of the Hugging Face checkpoint, fused ones apart."""
+
+    layer_class: type[nn.Module] = LlamaDecoderLayer
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        place = {"dtype": dtype, "device": device, "tp_rank": tp_rank, "tp_size": tp_size}
+        self.model = LlamaModel(config, self.layer_class, backend, **place)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, hidden] after the final norm."""
+        return self.model(batch)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab]."""
+        return self.lm_head(hidden)
+
+    def bind_kv_cache(self, kv: Tensor) -> None:
+        """kv [layers, 2, num_blocks, block_size, kv_heads, head_dim]; must hold finite values (zeros)."""
+        bind_kv_cache(self, kv)

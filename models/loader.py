@@ -1,0 +1,187 @@
+"""Builds a model and fills it from its checkpoint: GGUF or safetensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from models.checkpoint import CheckpointError, is_gguf, load_tokenizer, read_config
+from models.config import ModelConfig
+from models.dequantize import read_tensor
+from models.gguf import GGUFFile
+from models.layers.attention import get_backend
+from models.registry import get_model_class
+from models.tokenizer import read_json
+
+__all__ = ["WeightsError", "load_model", "load_tokenizer", "read_config"]
+
+Progress = Callable[[str, float], None]
+# (name in the Hugging Face checkpoint's spelling, the tensor or a way to read it, share of the whole done: 0-1)
+Weights = Iterator[tuple[str, Callable[[], Tensor], float]]
+
+
+class WeightsError(CheckpointError):
+    """Weights that are missing, left over, of the wrong shape, or damaged."""
+
+
+def load_model(
+    path: Path,
+    config: ModelConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = torch.float32,
+    attention_backend: str = "sdpa",
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model with its weights, on `device` in `dtype`, ready for inference.
+
+    progress(stage, percent) is called as weights arrive. Raises WeightsError naming the weights that are
+    missing, left over or misshapen, ValueError for what is not supported, OSError where files cannot be read.
+    """
+    path, device = Path(path), torch.device(device)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = get_model_class(config.architecture)(config, get_backend(attention_backend), dtype=dtype, device=device)
+    weights = _gguf_weights(path, config, dtype) if is_gguf(path) else _folder_weights(path)
+    with torch.inference_mode():
+        _fill(model, weights, path, progress or (lambda stage, percent: None))
+    return model.eval()
+
+
+def _fill(model: nn.Module, weights: Weights, path: Path, progress: Progress) -> None:
+    """Hands every weight to the parameter that wants it and checks that none is missing or left over."""
+    wanted = _wanted(model)
+    tied = model.config.tie_word_embeddings
+    leftover: list[str] = []
+    progress("loading weights", 0.0)
+    for name, read, done in weights:
+        load = wanted.pop(name, None)
+        if load is not None:
+            try:
+                load(read())
+            except ValueError as error:
+                raise WeightsError(f"{path}: weight {name}: {error}") from error
+        elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+            leftover.append(name)
+        progress("loading weights", 100.0 * done)
+    problems = [
+        f"{len(names)} {what}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
+        for what, names in (("missing", list(wanted)), ("left over", leftover))
+        if names
+    ]
+    if problems:
+        raise WeightsError(
+            f"{path}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}. "
+            "The checkpoint is incomplete or of another architecture."
+        )
+
+
+def _wanted(model: nn.Module) -> dict[str, Callable[[Tensor], None]]:
+    """Checkpoint name -> the load of each part of each parameter; a shared parameter is listed once."""
+    wanted: dict[str, Callable[[Tensor], None]] = {}
+    for name, parameter in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        for part in parameter.parts:  # type: ignore[attr-defined]
+            source = layer if part is None else f"{layer.rpartition('.')[0]}.{part}"
+            loader = parameter.weight_loader  # type: ignore[attr-defined]
+            wanted[f"{source}.{kind}"] = lambda tensor, loader=loader, part=part: loader(tensor, part)
+    return wanted
+
+
+# ---------------------------------------------------------------------- GGUF
+
+_GGUF_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def _gguf_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Weights:
+    file = GGUFFile(path)
+    total = sum(info.nbytes for info in file.tensors.values())
+    permuted = config.architecture == "LlamaForCausalLM"
+    done = 0
+    for gguf_name, info in file.tensors.items():
+        done += info.nbytes
+        if gguf_name == "rope_freqs.weight":  # part of the configuration, read there
+            continue
+        name = _hf_name(gguf_name)
+        heads = 0
+        if permuted and ".attn_q." in gguf_name:
+            heads = config.num_attention_heads
+        elif permuted and ".attn_k." in gguf_name:
+            heads = config.num_key_value_heads
+
+        def read(gguf_name: str = gguf_name, heads: int = heads) -> Tensor:
+            tensor = read_tensor(file, gguf_name, dtype)
+            return _unpermute(tensor, heads) if heads else tensor
+
+        yield name, read, done / total
+
+
+def _hf_name(gguf_name: str) -> str:
+    """GGUF's tensor name in the Hugging Face spelling; a name that has none is returned as it is."""
+    layer = _LAYER_NAME.fullmatch(gguf_name)
+    if layer and layer[2] in _GGUF_LAYER:
+        return f"model.layers.{layer[1]}.{_GGUF_LAYER[layer[2]]}.{layer[3]}"
+    stem, _, kind = gguf_name.rpartition(".")
+    return f"{_GGUF_TOP[stem]}.{kind}" if stem in _GGUF_TOP else gguf_name
+
+
+def _unpermute(tensor: Tensor, heads: int) -> Tensor:
+    """Undoes the row order of llama's q and k in GGUF: there the two halves that rotate together are interleaved
+    (pair i is rows 2i and 2i+1 of a head), in Hugging Face checkpoints they are the head's two halves."""
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        raise ValueError(f"{rows} rows do not divide into {heads} heads of pairs")
+    return tensor.view(heads, rows // heads // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+# ---------------------------------------------------------------------- safetensors
+
+
+def _folder_weights(folder: Path) -> Weights:
+    files = _safetensors_files(folder)
+    for number, file in enumerate(files):
+        try:
+            with safe_open(file, framework="pt") as archive:
+                names = list(archive.keys())
+                for i, name in enumerate(names):
+                    done = (number + (i + 1) / len(names)) / len(files)
+                    yield name, lambda archive=archive, name=name: archive.get_tensor(name), done
+        except SafetensorError as error:
+            raise WeightsError(f"{file}: damaged or cut short ({error}); fetch it again") from error
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, by the index where there is one; WeightsError when any is not there."""
+    index_path = folder / "model.safetensors.index.json"
+    index = read_json(index_path)
+    if index is not None:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise WeightsError(f"{index_path}: has no 'weight_map'")
+        files = sorted({folder / str(name) for name in weight_map.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder}: has no .safetensors file; other formats of weights are not read")
+    for file in files:
+        if not file.exists():
+            raise WeightsError(f"{file}: named in {index_path.name} but not there; the download is incomplete")
+    return files
