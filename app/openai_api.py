@@ -1,0 +1,279 @@
+"""The OpenAI-compatible API: /v1/models and /v1/chat/completions, streamed (SSE) or whole.
+
+It shares engine, prefix cache and panel with the page. Everything here runs on the server's event loop; only the
+tokenizing of a long prompt goes to a thread, since it would hold up every other stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from app.openai_schema import ApiError, ChatCompletionRequest, parse_request
+from app.security import Guard
+from app.settings import Settings
+from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
+from engine.outputs import Delta
+
+if TYPE_CHECKING:
+    from engine.engine_thread import EngineThread, RequestStream
+
+MAX_BODY = 8 * 2**20  # bytes
+LONG_PROMPT = 20_000  # characters from which the prompt is tokenized in a thread (about 10 ms)
+RETRY_LOADING, RETRY_FULL = "5", "1"  # seconds, the headers Retry-After of 503 and 429
+
+
+def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI:
+    """The application to mount at /v1."""
+    api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    started = int(time.time())
+
+    @api.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @api.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return await refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    def check_caller(request: Request) -> None:
+        if not guard.has_api_key(request):
+            message = "no or wrong API key; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if not guard.same_origin(request):
+            raise ApiError(403, f"requests from pages of {request.headers['origin']!r} are not allowed")
+
+    def model_card() -> dict[str, Any]:
+        status = engine.status()
+        card = {"id": status.model, "object": "model", "created": started, "owned_by": "pageturn"}
+        return card | ({"max_model_len": status.max_model_len} if status.ready else {})
+
+    @api.get("/models")
+    async def models(request: Request) -> dict[str, Any]:
+        check_caller(request)
+        return {"object": "list", "data": [model_card()]}
+
+    @api.get("/models/{model:path}")
+    async def model(request: Request, model: str) -> dict[str, Any]:
+        check_caller(request)
+        if model != engine.status().model:
+            raise ApiError(404, _unknown_model(model, engine), param="model", code="model_not_found")
+        return model_card()
+
+    @api.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        check_caller(request)
+        wanted = parse_request(await _body(request))
+        if wanted.model not in (engine.status().model, settings.model):
+            raise ApiError(400, _unknown_model(wanted.model, engine), param="model", code="model_not_found")
+        reply = Reply(wanted, await _submit(wanted, engine), engine)
+        if wanted.stream:
+            return EventStream(reply)
+        async with _aborted_when_gone(request.receive, reply.stream):
+            return JSONResponse(await reply.whole())
+
+    return api
+
+
+@dataclass(slots=True)
+class Reply:
+    """One completion: its request's stream told in OpenAI's terms."""
+
+    request: ChatCompletionRequest
+    stream: RequestStream
+    engine: EngineThread
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _last: Delta = field(default_factory=Delta)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The request's deltas. ApiError where it ends with anything but "stop" or "length"."""
+        async for delta in self.stream:
+            self._last = delta
+            if delta.finish_reason in ("error", "abort"):
+                raise self._failure(delta)
+            yield delta
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of the answer that is not streamed."""
+        text = "".join([delta.text async for delta in self.deltas()])
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._last.finish_reason}
+        return self._envelope("chat.completion", [choice]) | {"usage": self.usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of the streamed answer, the last one's usage included where it was asked for."""
+        first = True
+        async for delta in self.deltas():
+            if first:
+                first = False
+                yield self._chunk({"role": "assistant", "content": "", "refusal": None})
+            if delta.text:
+                yield self._chunk({"content": delta.text})
+        yield self._chunk({}, self._last.finish_reason)
+        if self.request.include_usage:
+            yield self._envelope("chat.completion.chunk", []) | {"usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts as of the last delta."""
+        prompt, output = self._last.num_prompt_tokens, self._last.num_output_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": self._last.num_cached_tokens},
+        }
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        chunk = self._envelope("chat.completion.chunk", [choice])
+        return chunk | {"usage": None} if self.request.include_usage else chunk
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def _failure(self, delta: Delta) -> ApiError:
+        if cause := self.engine.status().error:
+            return _engine_failed(cause)
+        if delta.finish_reason == "abort":
+            return ApiError(503, "the server is shutting down", type="server_error", code="aborted")
+        return ApiError(500, delta.error or "the request failed", type="server_error")
+
+
+class EventStream(Response):
+    """Server-sent events of a Reply. The first delta is awaited before the status goes out, so that a request that
+    cannot be served gets an error status; a later failure is an error event."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [  # by hand: Response would declare a Content-Length
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would gather the events
+        ]
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _aborted_when_gone(receive, self._reply.stream):
+            chunks = self._reply.chunks()
+            try:
+                first = await anext(chunks)
+            except ApiError as error:
+                await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send_event(send, first)
+            try:
+                async for chunk in chunks:
+                    await _send_event(send, chunk)
+            except ApiError as error:
+                await _send_event(send, error.body)
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _send_event(send: Send, data: dict[str, Any]) -> None:
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+
+
+@asynccontextmanager
+async def _aborted_when_gone(receive: Receive, stream: RequestStream) -> AsyncIterator[None]:
+    """Abort the request as soon as the client's connection is gone, whatever the body is doing, and on leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.abort()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        stream.abort()  # a no-op where it ended by itself
+
+
+async def _body(request: Request) -> bytes:
+    """The request's body; ApiError 413 beyond MAX_BODY, without reading the rest."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(413, f"the body is longer than {MAX_BODY:,} bytes; send less", code="request_too_large")
+    return bytes(body)
+
+
+async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> RequestStream:
+    """Encode the prompt and hand it to the engine; every refusal as ApiError."""
+    status, tokenizer = engine.status(), engine.tokenizer
+    if status.error:
+        raise _engine_failed(status.error)
+    if not status.ready or tokenizer is None:
+        stage = f"{status.load.stage}, {status.load.percent:.0f} %"
+        raise _unavailable(f"the model is still loading ({stage}); try again in {RETRY_LOADING} s")
+    messages = wanted.chat_messages()
+    prompt_ids = await _encode(
+        lambda: tokenizer.encode_chat(messages, template_kwargs=wanted.chat_template_kwargs),
+        long=sum(len(m["content"]) for m in messages) > LONG_PROMPT,
+    )
+    room = status.max_model_len - len(prompt_ids)
+    if room < 1:
+        raise _too_long(len(prompt_ids), f"this model's context is {status.max_model_len} tokens, prompt and reply")
+    if len(prompt_ids) >= (pool := status.kv["total"] * status.block_size):
+        raise _too_long(len(prompt_ids), f"the KV cache holds {pool} tokens (--num-kvcache-blocks)")
+    try:
+        return engine.submit(prompt_ids, wanted.sampling_params(room))
+    except QueueFull as error:
+        headers = {"Retry-After": RETRY_FULL}
+        raise ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers) from None
+    except EngineNotReady as error:
+        raise _unavailable(str(error)) from None
+    except EngineDead as error:
+        raise _engine_failed(str(error)) from None
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+
+
+async def _encode(encode: Callable[[], list[int]], long: bool) -> list[int]:
+    try:
+        return await asyncio.to_thread(encode) if long else encode()
+    except ValueError as error:  # the chat template's own refusal, of an order of roles for instance
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def _unknown_model(model: str, engine: EngineThread) -> str:
+    return f"the model {model!r} is not served here; this server has {engine.status().model!r}"
+
+
+def _too_long(prompt_tokens: int, limit: str) -> ApiError:
+    message = f"the prompt has {prompt_tokens} tokens, but {limit}; shorten the messages"
+    return ApiError(400, message, param="messages", code="context_length_exceeded")
+
+
+def _unavailable(message: str) -> ApiError:
+    headers = {"Retry-After": RETRY_LOADING}
+    return ApiError(503, message, type="server_error", code="model_loading", headers=headers)
+
+
+def _engine_failed(cause: str) -> ApiError:
+    return ApiError(503, f"the engine is down: {cause}", type="server_error", code="engine_failed")

@@ -1,0 +1,219 @@
+"""The body of POST /v1/chat/completions: what is understood, what is refused by name, what may be ignored.
+
+A field that would change the answer and is not available is refused: a client that asked for JSON or tools must not
+get plain text in silence. Fields that only concern the provider's books (user, metadata, store ...) are accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.sampling_params import SamplingParams
+
+# Values that ask for nothing are accepted for the unavailable fields too: None always, and these.
+_UNAVAILABLE: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# What an assistant message carries when a client sends back the one it was given.
+_MESSAGE_UNAVAILABLE = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
+_MESSAGE_IGNORED = {"annotations", "name", "reasoning", "reasoning_content"}
+
+
+class ApiError(Exception):
+    """An error as OpenAI's clients know it: status, message, type, param and code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # include_obfuscation and what else concerns the wire
+
+    include_usage: bool | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any = None
+
+
+class ChatCompletionRequest(BaseModel):
+    """Types and OpenAI's ranges; the remaining ranges are SamplingParams'. None means left out, as in OpenAI's API."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    # beyond OpenAI's (the client's extra_body)
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def chat_messages(self) -> list[dict[str, str]]:
+        """Role and text of every message, as Tokenizer.encode_chat takes them."""
+        return [
+            {"role": "system" if m.role == "developer" else m.role, "content": _text(m, f"messages[{i}]")}
+            for i, m in enumerate(self.messages)
+        ]
+
+    def sampling_params(self, room: int) -> SamplingParams:
+        """The request's SamplingParams; `room` tokens are left in the context. Raises ApiError for a bad range."""
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        fields = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # -1: vLLM's word for all
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": None if self.seed is None else self.seed % 2**63,  # OpenAI's may be negative
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+        }
+        try:
+            return SamplingParams(
+                max_tokens=room if limit is None else min(limit, room),
+                **{name: value for name, value in fields.items() if value is not None},
+            )
+        except ValueError as error:
+            named = re.match(r"\w+", str(error))
+            raise ApiError(400, str(error), param=named[0] if named else None) from None
+
+
+def parse_request(body: bytes) -> ChatCompletionRequest:
+    """The request in `body`; ApiError (400) naming the field if anything in it cannot be honoured."""
+    try:
+        request = ChatCompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _api_error(error) from None
+    _check_extra(request, _UNAVAILABLE, _IGNORED, "")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
+    for i, message in enumerate(request.messages):
+        _check_extra(message, _MESSAGE_UNAVAILABLE, _MESSAGE_IGNORED, f"messages[{i}].")
+    return request
+
+
+def _text(message: Message, where: str) -> str:
+    """A message's text: a string, or text parts joined by line breaks."""
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None and message.role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
+    texts = []
+    for i, part in enumerate(content):
+        param = f"{where}.content[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            named = f"of type {kind!r} " if isinstance(kind, str) else ""
+            raise ApiError(400, f"{param}: a part {named}is not supported; this model reads text only", param=param)
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{param}.text must be a string", param=f"{param}.text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _check_extra(model: BaseModel, unavailable: dict[str, tuple[Any, ...]], ignored: set[str], where: str) -> None:
+    for name, value in (model.model_extra or {}).items():
+        if value is None or name in ignored:
+            continue
+        if name in unavailable:
+            if any(value == neutral and type(value) is type(neutral) for neutral in unavailable[name]):
+                continue
+            raise ApiError(
+                400,
+                f"{where}{name} is not supported by this server; leave it out",
+                param=f"{where}{name}",
+                code="unsupported_parameter",
+            )
+        near = difflib.get_close_matches(name, list(type(model).model_fields), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ApiError(400, f"unknown field {where + name!r}{hint}", param=f"{where}{name}", code="unknown_parameter")
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    """The first of pydantic's findings, in OpenAI's form."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error')}")
+    # A union reports each member's finding under the member's name; the field is what stands before it.
+    param = _path([part for part in first["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))])
+    value = first.get("input")
+    shown = "" if first["type"] == "missing" else f" (got {_short(value)})"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return ApiError(400, f"{param or 'body'}: {message}{shown}", param=param or None)
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
