@@ -1,19 +1,31 @@
 """ChatService: what new, send, edit, retry, branch, continue and stop mean for a user's chats.
 
 Every call names the user, and a chat or turn that is not this user's does not exist for the call (ChatNotFound).
-All methods run on the server's event loop. Refusals are ChatError (a ValueError) with one line for the page;
+All methods run on the server's event loop. Refusals are ValueError (mostly ChatError) with one line for the page;
 a refused send, edit, retry or continue has written nothing, so the page keeps the draft.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from app.chat_settings import ChatSettings
+from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS, ChatSettings
+from app.errors import BlankMessage, ChatBusy, ChatError, ChatNotFound, ContextFull, ModelNotReady
 from app.figures import Figures
 from app.jobs import Job, JobSnapshot
+from app.owner_slots import OwnerSlots
+from app.portable import from_portable, to_portable
+from app.records import ChatRow, TurnRow
+from app.replies import Replies, context_limit
+from app.store import NotFound, Store
+from app.text import message_text, storable, title_text
 from app.thinking import ThinkingSplit, split_thinking
+from app.views import ChatInfo, ChatView, TurnView, branch_to, can_continue, newest_leaf, turn_views
+
+if TYPE_CHECKING:
+    from engine.engine_thread import EngineThread
 
 __all__ = [
     "BlankMessage",
@@ -34,178 +46,216 @@ __all__ = [
     "split_thinking",
 ]
 
-
-class ChatError(ValueError):
-    """A refusal, with one line for the page."""
-
-
-class ChatNotFound(ChatError):
-    """No such chat or turn for this user."""
-
-
-class ChatBusy(ChatError):
-    """The chat is still answering."""
-
-
-class BlankMessage(ChatError):
-    """Nothing but white space was sent: the page ignores it."""
-
-
-class ModelNotReady(ChatError):
-    """The model is still loading, or failed to; the text says which, with stage and percent."""
-
-
-class ContextFull(ChatError):
-    """The prompt does not fit. `prompt_tokens` and `max_model_len` are the two numbers. Ways on: a new chat, or
-    the setting leave_out_older=True."""
-
-    def __init__(self, message: str, prompt_tokens: int, max_model_len: int) -> None:
-        super().__init__(message)
-        self.prompt_tokens = prompt_tokens
-        self.max_model_len = max_model_len
-
-
-@dataclass(frozen=True, slots=True)
-class ChatInfo:
-    """One row of the list of chats. created, updated: seconds since the epoch. snippet: where a search hit, the
-    text around it, else ""."""
-
-    id: str
-    title: str
-    created: float
-    updated: float
-    answering: bool = False
-    snippet: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnView:
-    """One turn of the open branch.
-
-    status      "done" | "running" | "stopped" | "cut" (the server ended in mid-reply) | "error"
-    line        the figures line under a reply, "" for a user's turn
-    notes       sentences on the prompt: older turns left out, replies encoded anew, the first differing token
-    siblings    ids of the turns with the same parent, oldest first, this one among them: branches to `open_branch`
-    can_continue  a reply that did not end by itself
-    """
-
-    id: int
-    role: str
-    text: str
-    status: str
-    created: float
-    figures: Figures | None = None
-    line: str = ""
-    notes: tuple[str, ...] = ()
-    siblings: tuple[int, ...] = ()
-    can_continue: bool = False
-
-    @property
-    def split(self) -> ThinkingSplit:
-        """(thinking, answer, closed) of the text."""
-        return split_thinking(self.text)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatView:
-    """An open chat: the turns of its open branch, root first. `job` is its running generation, whose turn (if on
-    this branch) is the last of `turns`; `context_used` of `context_limit` tokens are taken (limit 0: not loaded)."""
-
-    id: str
-    title: str
-    settings: ChatSettings
-    turns: list[TurnView] = field(default_factory=list)
-    job: Job | None = None
-    owner: int = 0
-    context_used: int = 0
-    context_limit: int = 0
+MAX_USER_CHARS = 200
 
 
 class ChatService:
-    """All chats of all users, and their running jobs.
+    """All chats of all users, and their running jobs."""
 
-    ChatService(store, engine, abandon_after=None)
-    store: app.store.Store; engine: EngineThread; abandon_after: seconds a job may run unwatched, None for ever.
-    """
+    def __init__(self, store: Store, engine: EngineThread, abandon_after: float | None = None) -> None:
+        """abandon_after: seconds a job may run without a watcher, None for ever."""
+        self._store = store
+        self._engine = engine
+        self._owners = OwnerSlots()
+        self._replies = Replies(store, engine, abandon_after)
 
     # -- chats -------------------------------------------------------------------------------------------------
     async def new_chat(self, user: str, title: str = "") -> str:
         """Create an empty chat and return its id. The title comes from the first message unless given."""
-        raise NotImplementedError
+        return await self._store.create_chat(_user(user), title_text(title) if title else "")
 
     async def list_chats(self, user: str, limit: int = 200, offset: int = 0) -> list[ChatInfo]:
         """The user's chats, last updated first."""
-        raise NotImplementedError
+        return [self._info(row) for row in await self._store.chats(_user(user), limit, offset)]
 
     async def search(self, user: str, text: str, limit: int = 100) -> list[ChatInfo]:
         """Chats whose title or any turn contains `text`, whatever its case; a blank text lists all."""
-        raise NotImplementedError
+        text = " ".join(storable(text).split())
+        if not text:
+            return await self.list_chats(user, limit)
+        return [self._info(row) for row in await self._store.search(_user(user), text, limit)]
 
     async def open_chat(self, user: str, chat_id: str) -> ChatView:
         """Everything that the page shows of one chat. ChatNotFound if it is not this user's."""
-        raise NotImplementedError
+        with _found(chat_id):
+            chat, turns = await self._store.chat_and_turns(_user(user), chat_id)
+        job = self._replies.job(chat_id)
+        branch = branch_to(turns, chat.leaf)
+        last = next((t.figures for t in reversed(branch) if t.role == "assistant" and t.figures), {})
+        return ChatView(
+            id=chat.id,
+            title=chat.title,
+            settings=self._settings(chat),
+            turns=turn_views(turns, branch, job),
+            job=job,
+            owner=self.owner_slot(chat_id),
+            context_used=last.get("prompt_tokens", 0) + last.get("output_tokens", 0),
+            context_limit=context_limit(self._engine.status()),
+        )
 
     async def rename(self, user: str, chat_id: str, title: str) -> None:
         """Give a title of 1 to 200 characters; it is then kept whatever is sent."""
-        raise NotImplementedError
+        with _found(chat_id):
+            await self._store.rename(_user(user), chat_id, title_text(title))
 
     async def delete_chat(self, user: str, chat_id: str) -> None:
         """End the chat's job and delete the chat with all its branches for good."""
-        raise NotImplementedError
+        with _found(chat_id):
+            await self._store.chat(_user(user), chat_id)
+            if job := await self._replies.stop(chat_id, "deleted"):
+                await job.wait()
+            await self._store.delete_chat(user, chat_id)
 
     async def export_chat(self, user: str, chat_id: str) -> dict[str, Any]:
         """The whole chat, all branches, as JSON data."""
-        raise NotImplementedError
+        with _found(chat_id):
+            return to_portable(*await self._store.chat_and_turns(_user(user), chat_id))
 
     async def import_chat(self, user: str, data: Any) -> str:
         """Add what `export_chat` gave as a new chat of this user; returns its id. Bad data: ValueError."""
-        raise NotImplementedError
+        title, settings, turns, leaf = from_portable(data)
+        return await self._store.import_turns(_user(user), title, settings, turns, leaf)
 
     async def settings(self, user: str, chat_id: str) -> ChatSettings:
         """The chat's settings: what was changed, over the defaults of the model in use."""
-        raise NotImplementedError
+        with _found(chat_id):
+            return self._settings(await self._store.chat(_user(user), chat_id))
 
     async def change_settings(self, user: str, chat_id: str, **changes: Any) -> ChatSettings:
-        """Change some settings (field names of ChatSettings) and keep them. Bad value: ValueError, nothing kept."""
-        raise NotImplementedError
+        """Change some settings (field names of ChatSettings) and keep them. Bad value: ValueError, nothing kept.
+        A value that equals the default is not kept as a choice: it follows the model in use."""
+        settings = (await self.settings(user, chat_id)).changed(changes)
+        with _found(chat_id):
+            await self._store.set_settings(user, chat_id, settings.difference(self.default_settings()))
+        return settings
 
     def default_settings(self) -> ChatSettings:
         """The defaults for the model in use: calmer ones for a small demo model."""
-        raise NotImplementedError
+        return SMALL_MODEL_DEFAULTS if self._engine.status().small_model else DEFAULTS
 
     # -- turns -------------------------------------------------------------------------------------------------
     async def send(self, user: str, chat_id: str, text: str) -> Job:
         """Append a user's message to the open branch and answer it."""
-        raise NotImplementedError
+        message = message_text(text)
+
+        async def start(chat: ChatRow) -> Job:
+            branch = await self._store.path(user, chat.id, chat.leaf)
+            return await self._answer(user, chat, [*branch, _user_turn(message, chat.leaf)])
+
+        return await self._start(user, chat_id, start)
 
     async def edit(self, user: str, chat_id: str, turn_id: int, text: str) -> Job:
         """Put an edited copy of a user's turn beside it (a new branch) and answer that."""
-        raise NotImplementedError
+        message = message_text(text)
+
+        async def start(chat: ChatRow) -> Job:
+            *branch, edited = await self._path(user, chat.id, turn_id)
+            if edited.role != "user":
+                raise ChatError("only your own messages can be edited; a reply can be asked for again")
+            return await self._answer(user, chat, [*branch, _user_turn(message, edited.parent)])
+
+        return await self._start(user, chat_id, start)
 
     async def retry(self, user: str, chat_id: str, turn_id: int) -> Job:
         """Answer again: `turn_id` is a user's turn or one of its replies. The new reply stands beside the old."""
-        raise NotImplementedError
+
+        async def start(chat: ChatRow) -> Job:
+            branch = await self._path(user, chat.id, turn_id)
+            if branch[-1].role == "assistant":
+                branch.pop()
+            return await self._answer(user, chat, branch)
+
+        return await self._start(user, chat_id, start)
 
     async def continue_reply(self, user: str, chat_id: str, turn_id: int) -> Job:
-        """Go on with a reply that was stopped or cut or met a limit: the same turn grows."""
-        raise NotImplementedError
+        """Go on with a reply that was stopped or cut or met a limit: the same turn grows. Refused once the chat went
+        on after it, since those turns answered the reply as it was."""
+
+        async def start(chat: ChatRow) -> Job:
+            *branch, reply = await self._path(user, chat.id, turn_id)
+            _, turns = await self._store.chat_and_turns(user, chat.id)
+            if not can_continue(reply, turns):
+                raise ChatError("this reply cannot go on: it ended by itself, or the chat has gone on after it")
+            owner = self.owner_slot(chat_id)
+            return await self._replies.go_on(user, chat, self._settings(chat), branch, reply, owner=owner)
+
+        return await self._start(user, chat_id, start)
 
     async def open_branch(self, user: str, chat_id: str, turn_id: int) -> None:
         """Make the branch through this turn the open one, down to its newest leaf."""
-        raise NotImplementedError
+        with _found(chat_id):
+            _, turns = await self._store.chat_and_turns(_user(user), chat_id)
+            leaf = newest_leaf(turns, _turn_id(turn_id))
+            await self._store.set_leaf(user, chat_id, leaf)
 
     async def stop(self, user: str, chat_id: str) -> bool:
         """Stop the chat's running job, keeping its text; False if nothing runs."""
-        raise NotImplementedError
+        with _found(chat_id):
+            await self._store.chat(_user(user), chat_id)
+        return await self._replies.stop(chat_id, "user") is not None
 
     def job(self, user: str, chat_id: str) -> Job | None:
         """The chat's running job, to watch; None if nothing runs or it is not this user's chat."""
-        raise NotImplementedError
+        job = self._replies.job(chat_id)
+        return job if job is not None and job.user == user else None
 
     def owner_slot(self, chat_id: str) -> int:
         """The small integer (1 to 65,535) that the engine stamps on this chat's KV blocks."""
-        raise NotImplementedError
+        return self._owners.slot(chat_id)
 
     async def shutdown(self) -> None:
         """End all jobs, storing what there is. No call may follow."""
-        raise NotImplementedError
+        await self._replies.shutdown()
+
+    # -- shared by the above -----------------------------------------------------------------------------------
+    async def _start(self, user: str, chat_id: str, start: Callable[[ChatRow], Awaitable[Job]]) -> Job:
+        """`start(chat)`, alone for this chat. Whose chat it is comes first: "busy" would tell that it exists."""
+        with _found(chat_id):
+            await self._store.chat(_user(user), chat_id)
+
+            async def alone() -> Job:
+                # Read again: another reply may have ended meanwhile and moved the open leaf.
+                return await start(await self._store.chat(user, chat_id))
+
+            return await self._replies.start(chat_id, alone)
+
+    async def _answer(self, user: str, chat: ChatRow, branch: list[TurnRow]) -> Job:
+        owner = self.owner_slot(chat.id)
+        return await self._replies.answer(user, chat, self._settings(chat), branch, owner=owner)
+
+    def _settings(self, chat: ChatRow) -> ChatSettings:
+        return self.default_settings().changed(chat.settings)
+
+    def _info(self, row: ChatRow) -> ChatInfo:
+        return ChatInfo(row.id, row.title, row.created, row.updated, self._replies.job(row.id) is not None, row.snippet)
+
+    async def _path(self, user: str, chat_id: str, turn_id: int) -> list[TurnRow]:
+        return await self._store.path(user, chat_id, _turn_id(turn_id))
+
+
+@contextmanager
+def _found(chat_id: object) -> Iterator[None]:
+    """Says NotFound of the store in the page's words."""
+    if not isinstance(chat_id, str):
+        raise ChatNotFound("this chat does not exist")
+    try:
+        yield
+    except NotFound as error:
+        raise ChatNotFound("this chat or message does not exist; it may have been deleted") from error
+
+
+def _user(user: object) -> str:
+    if not isinstance(user, str) or not 1 <= len(user) <= MAX_USER_CHARS:
+        raise ChatError(f"the user's id must be a string of 1 to {MAX_USER_CHARS} characters; reload the page")
+    return storable(user)
+
+
+def _turn_id(turn_id: object) -> int:
+    # SQLite's integers end at 64 bits.
+    if isinstance(turn_id, bool) or not isinstance(turn_id, int) or not 0 < turn_id < 2**63:
+        raise ChatNotFound("this message does not exist")
+    return turn_id
+
+
+def _user_turn(text: str, parent: int | None) -> TurnRow:
+    return TurnRow(id=0, parent=parent, role="user", text=text)

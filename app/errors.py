@@ -1,0 +1,33 @@
+"""ChatError and its kinds: refusals of the chat, each one line for the page."""
+
+from __future__ import annotations
+
+
+class ChatError(ValueError):
+    """A refusal, with one line for the page. Nothing was written; the page keeps the draft."""
+
+
+class ChatNotFound(ChatError):
+    """No such chat or turn for this user."""
+
+
+class ChatBusy(ChatError):
+    """The chat is still answering."""
+
+
+class BlankMessage(ChatError):
+    """Nothing but white space was sent: the page ignores it."""
+
+
+class ModelNotReady(ChatError):
+    """The model is still loading, failed to, or died; the text says which, with stage and percent or the cause."""
+
+
+class ContextFull(ChatError):
+    """The prompt does not fit. `prompt_tokens` and `max_model_len` are the two numbers. Ways on: a new chat, or
+    the setting leave_out_older=True."""
+
+    def __init__(self, message: str, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
