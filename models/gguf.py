@@ -200,7 +200,8 @@ class _Reader:
         if kind == _ARRAY:
             return self.array(key)
         if kind not in _SCALARS:
-            raise GGUFError(f"{self.path}: metadata {_shown(key)} has unknown value type {kind} at offset {self.at - 4}")
+            at = self.at - 4
+            raise GGUFError(f"{self.path}: metadata {_shown(key)} has unknown value type {kind} at offset {at}")
         return self.number(_SCALARS[kind], f"the value of {_shown(key)}")
 
     def array(self, key: str) -> list[Any]:

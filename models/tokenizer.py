@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders
 from tokenizers.models import BPE
 
-from models.chat_template import Masked, Piece, render_chat
+from models.chat_template import Piece, render_chat
 from models.gguf import GGUFError, GGUFFile
 from models.pretokenizers import PRE_TOKENIZERS
 

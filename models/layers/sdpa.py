@@ -132,7 +132,7 @@ def _attend_chunk(
 
 def _gather(cache: Tensor, blocks: Tensor, sequences: int) -> Tensor:
     """Blocks [B * W] of a cache [N, block_size, Hkv, D] -> a copy [B, Hkv, W * block_size, D]."""
-    _, block_size, kv_heads, dim = cache.shape
+    kv_heads, dim = cache.shape[2:]
     copied = cache.index_select(0, blocks).view(sequences, -1, kv_heads, dim)
     return copied.transpose(1, 2)
 

@@ -1,0 +1,112 @@
+"""Fixtures and skip rules shared by all tests. Heavy imports happen inside the fixtures that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests whose machine is not here (a CUDA card, a Chromium) and the long ones, each with its reason."""
+    for mark, reason_to_skip in (("gpu", _no_gpu), ("browser", _no_browser), ("long", lambda: _not_asked(config))):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = reason_to_skip() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA card here"
+
+
+def _no_browser() -> str | None:
+    """Asks in a child process: Playwright's synchronous API refuses to start inside a running event loop."""
+    import subprocess
+    import sys
+
+    code = (
+        "from playwright.sync_api import sync_playwright as s\n"
+        "with s() as p:\n    print(p.chromium.executable_path)"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    path = asked.stdout.strip()
+    if asked.returncode != 0:
+        return "Playwright is not installed (pip install playwright)"
+    return None if path and Path(path).exists() else "no Chromium here (playwright install chromium)"
+
+
+def _not_asked(config: pytest.Config) -> str | None:
+    return None if "long" in (config.option.markexpr or "") else "long; run with `pytest -m long`"
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's .gguf, from the cache or fetched once; skips where it is neither."""
+    from models.catalog import ModelUnavailable, resolve
+
+    try:
+        return resolve("default")
+    except ModelUnavailable as error:
+        pytest.skip(f"the default model is not cached and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make(kind, seed=0, **config) -> a folder with a tiny random "llama" or "qwen3", written by transformers.
+
+    512 tokens, 3 layers, 4 query heads over 2 KV heads, context 512, no tokenizer. Weights are large enough that
+    greedy tokens differ from one position to the next and are not near-ties.
+    """
+
+    def make(kind: str, seed: int = 0, **overrides: object) -> Path:
+        import torch
+        import transformers
+
+        name = {"llama": "Llama", "qwen3": "Qwen3"}[kind]
+        settings = {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+            **overrides,
+        }
+        config = getattr(transformers, f"{name}Config")(**settings)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = getattr(transformers, f"{name}ForCausalLM")(config)
+            with torch.no_grad():
+                for parameter_name, parameter in model.named_parameters():
+                    if "norm" in parameter_name:  # all ones otherwise, which would hide a missing norm weight
+                        parameter.uniform_(0.5, 1.5)
+                    elif parameter_name.endswith("bias"):  # all zeros otherwise
+                        parameter.normal_(std=0.3)
+        folder = tmp_path_factory.mktemp(f"tiny_{kind}")
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(make_tiny_model: Callable[..., Path]) -> Path:
+    """A folder with a tiny random Llama; see make_tiny_model."""
+    return make_tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(make_tiny_model: Callable[..., Path]) -> Path:
+    """A folder with a tiny random Qwen3; see make_tiny_model."""
+    return make_tiny_model("qwen3", seed=1)
