@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from gradio.routes import App as GradioApp
 from starlette.routing import Mount
 
+from app.doorway import health
 from app.event_socket import event_socket
 from app.kv_hub import STATE_NAMES, KVHub
 from app.openai_api import build_api
@@ -51,19 +52,7 @@ def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> F
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
-        status = engine.status()
-        return JSONResponse(
-            {
-                "ready": status.ready,
-                "model": status.model,
-                "load": {"stage": status.load.stage, "percent": round(status.load.percent, 1)},
-                "error": status.error,
-                "running": status.running,
-                "waiting": status.waiting,
-                "kv": {name: status.kv[name] for name in ("total", "free", "cached", "active")},
-            },
-            headers={"Cache-Control": "no-store"},
-        )
+        return JSONResponse(health(engine), headers={"Cache-Control": "no-store"})
 
     @app.get("/kv/snapshot")
     async def snapshot(request: Request) -> Response:

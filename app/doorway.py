@@ -1,0 +1,86 @@
+"""Doorway: answers at the port while the page behind it is still being imported and built.
+
+Gradio takes seconds to import on a small machine. Meanwhile /healthz is answered, and every other request waits at
+the door instead of being refused, so that the page can be opened as soon as the server's URL is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+
+def health(engine: Any) -> dict[str, Any]:
+    """The answer of /healthz."""
+    status = engine.status()
+    return {
+        "ready": status.ready,
+        "model": status.model,
+        "load": {"stage": status.load.stage, "percent": round(status.load.percent, 1)},
+        "error": status.error,
+        "running": status.running,
+        "waiting": status.waiting,
+        "kv": {name: status.kv[name] for name in ("total", "free", "cached", "active")},
+    }
+
+
+class Doorway:
+    """An ASGI application that becomes the one that `build` returns.
+
+    build runs in a thread, once the port is open; then on_built is called on the event loop. If build fails, `fault`
+    holds the exception, on_built is called all the same, and the requests at the door get a 500.
+    """
+
+    def __init__(self, build: Callable[[], FastAPI], engine: Any, on_built: Callable[[], None]) -> None:
+        self._build = build
+        self._engine = engine
+        self._on_built = on_built
+        self._app: FastAPI | None = None
+        self._settled = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self.fault: BaseException | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        if self._app is None and scope["type"] == "http" and scope["path"].endswith("/healthz"):
+            await JSONResponse(health(self._engine), headers={"Cache-Control": "no-store"})(scope, receive, send)
+            return
+        await self._settled.wait()
+        if self._app is None:
+            raise RuntimeError("the page could not be built") from self.fault
+        await self._app(scope, receive, send)
+
+    async def close(self) -> None:
+        """End what the application has running (see build_app); its lifespan ends with the server's."""
+        if self._app is not None:
+            await self._app.state.close()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "lifespan.startup"
+        await send({"type": "lifespan.startup.complete"})
+        living = asyncio.create_task(self._live())
+        assert (await receive())["type"] == "lifespan.shutdown"
+        self._stopping.set()
+        await living
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _live(self) -> None:
+        """Build the application and keep its lifespan open until the server's ends."""
+        try:
+            app = await asyncio.to_thread(self._build)
+            async with app.router.lifespan_context(app):
+                self._app = app
+                self._settled.set()
+                self._on_built()
+                await self._stopping.wait()
+        except Exception as error:
+            self.fault = error
+            self._settled.set()
+            self._on_built()

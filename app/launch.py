@@ -1,0 +1,251 @@
+"""From settings to a running server: check, open the port, load behind it, end cleanly.
+
+Everything that can be told at once (settings, port, model file, data folder) is checked before the port opens; a
+fault there is one line and exit code 2. torch is imported by the engine's thread after the port is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from app.doorway import Doorway
+from app.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.engine_thread import EngineThread
+
+EXIT_UNUSABLE = 2
+LOAD_POLL = 0.1  # seconds between two looks at how the loading goes
+LAST_WORDS = 1.0  # seconds that open streams have at shutdown to carry their last text
+# Read when Gradio and huggingface_hub are imported.
+OFFLINE_MANNERS = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+class CannotStart(Exception):
+    """Something given cannot be used; the message is one line."""
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM, ^C or a failure to load a local model; returns the exit code."""
+    os.environ.update(OFFLINE_MANNERS)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("pageturn").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server takes both over
+    try:
+        code = _run(settings)
+    except CannotStart as error:
+        code = _refuse(str(error))
+    except KeyboardInterrupt:
+        code = 0
+    if any(thread.name == "engine" for thread in threading.enumerate()):
+        # It could not be joined: it is inside an import or a download, which nothing can end, and the interpreter
+        # must not be taken down around it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(settings: Settings) -> int:
+    _check_model(settings.model)
+    listener = bind(settings.host, settings.port)
+    store = _open_store(settings)
+    try:
+        return asyncio.run(_serve(settings, listener, store))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # two servers may bind at once, but only one may listen
+            raise CannotStart(_in_use(settings.host, settings.port)) from None
+        raise
+    finally:
+        store.close()
+
+
+async def _serve(settings: Settings, listener: socket.socket, store: Any) -> int:
+    from engine.engine_thread import EngineThread
+
+    engine = EngineThread(settings.engine_config())
+
+    def build() -> FastAPI:
+        from app.chat import ChatService
+        from app.server import build_app
+
+        return build_app(settings, engine, ChatService(store, engine, settings.abandon_after))
+
+    server = Server(settings, engine, build, listener)
+    await server.serve(sockets=[listener])
+    if server.doorway.fault is not None:
+        raise server.doorway.fault
+    return server.exit_code
+
+
+class Server(uvicorn.Server):
+    """uvicorn that starts the engine once the page is there, and at the end lets jobs be stored first."""
+
+    def __init__(
+        self, settings: Settings, engine: EngineThread, build: Callable[[], FastAPI], listener: socket.socket
+    ) -> None:
+        self.doorway = Doorway(build, engine, self._page_built)
+        config = uvicorn.Config(
+            self.doorway,
+            log_config=None,
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            lifespan="on",
+            ws_per_message_deflate=False,  # the panel's frames are short; deflating them cost more than all the rest
+            ws_max_size=2**16,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+        )
+        super().__init__(config)
+        self.exit_code = 0
+        self._settings = settings
+        self._engine = engine
+        self._listener = listener
+        self._loading: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        url = address(self._settings, self._listener.getsockname()[1])
+        print(f"PageTurn is open at {url} (the model is loading)", flush=True)
+        if self._settings.auth and not self._settings.api_key:
+            print("note: --auth guards the page only; without --api-key everybody may use /v1", flush=True)
+
+    def _page_built(self) -> None:
+        """Load the model behind the page: torch and Gradio imported at the same time would only delay each other."""
+        if self.doorway.fault is not None:
+            self.should_exit = True
+        elif not self.should_exit:
+            self._engine.start()
+            self._loading = asyncio.create_task(self._report_load())
+
+    async def _report_load(self) -> None:
+        """Say when the model is ready. A local model that cannot be loaded ends the server; after a failed download
+        the page stays up with the reason and a Retry button."""
+        began, failed = time.monotonic(), False
+        while not (status := self._engine.status()).ready:
+            if status.error and not failed and not self.should_exit:
+                if is_fatal(self._settings.model, self._engine.cause):
+                    self.exit_code = _refuse(status.error)
+                    self.should_exit = True
+                    return
+                print(f"the model is not loaded: {_one_line(status.error)} (the page offers Retry)", flush=True)
+            failed = status.error is not None
+            await asyncio.sleep(LOAD_POLL)
+        blocks = f"{status.kv['total']:,} KV blocks of {status.block_size} tokens"
+        how = f"{status.device}, {status.dtype}, {blocks}"
+        print(f"{status.model} is ready after {time.monotonic() - began:.1f} s ({how})", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self._loading is not None:
+            self._loading.cancel()
+        # uvicorn would wait for open streams before it tells the application to end, and those wait for their jobs.
+        await self.doorway.close()
+        if self.server_state.tasks and not self.force_exit:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS)
+        # Cancelled tasks would be logged as faults; a closed connection ends them as a client that left does.
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.close()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signal is not raised once more at the end: an orderly end is exit code 0."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def is_fatal(model: str, cause: BaseException | None) -> bool:
+    """Whether a failed load ends the server: unless trying again may help, which it may after a download."""
+    from models.catalog import local_path
+
+    return local_path(model) is not None or isinstance(cause, ValueError)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet; CannotStart if that cannot be had."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError):
+        raise CannotStart(f"--host: {host!r} is no address of this machine") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+    try:
+        listener.bind(target)
+        listener.set_inheritable(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise CannotStart(_in_use(host, port)) from None
+        raise CannotStart(f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port") from None
+    return listener
+
+
+def address(settings: Settings, port: int) -> str:
+    """The URL to open on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"http://{host}:{port}{settings.root_path}"
+
+
+def _check_model(model: str) -> None:
+    from models.catalog import check_local
+
+    try:
+        check_local(model)
+    except (ValueError, OSError) as error:
+        raise CannotStart(f"--model: {_one_line(error)}") from None
+
+
+def _open_store(settings: Settings) -> Any:
+    from app.data_folder import StoreError
+    from app.store import Store
+
+    assert settings.data_dir is not None  # parse_settings fills it
+    try:
+        return Store(settings.data_dir)
+    except StoreError as error:
+        raise CannotStart(_one_line(error)) from None
+
+
+def _in_use(host: str, port: int) -> str:
+    return f"port {port} on {host} is in use by another program; choose another with --port (0: any free one)"
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {_one_line(message)}", file=sys.stderr, flush=True)
+    return EXIT_UNUSABLE
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
