@@ -1,0 +1,117 @@
+"""How an open chat becomes the messages of gr.Chatbot, and how a message's index leads back to its turn.
+
+A reply is up to three messages of one bubble: its thinking (folded), its answer, and the line of figures with the
+links that act on it. Long chats show their last WINDOW turns; the rest comes with "load older".
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.chat import ChatView, JobSnapshot, TurnView
+
+WINDOW = 40  # turns; at 12 updates a second 200 of them kept a browser's main thread 70 % busy
+
+
+@dataclass(slots=True)
+class Rendered:
+    """messages: the Chatbot's value; turns[i]: the turn that messages[i] belongs to; first: id of the oldest turn
+    shown (0: none); hidden: how many older ones are not."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[TurnView] = field(default_factory=list)
+    first: int = 0
+    hidden: int = 0
+
+
+def render(view: ChatView, first: int = 0, snapshot: JobSnapshot | None = None) -> Rendered:
+    """The chat's branch from turn `first` on (0, or a turn of another branch: its last WINDOW turns).
+
+    `snapshot` replaces the text of the turn that it tells of.
+    """
+    start = next((i for i, turn in enumerate(view.turns) if turn.id == first), max(0, len(view.turns) - WINDOW))
+    shown = view.turns[start:]
+    rendered = Rendered(first=shown[0].id if shown else 0, hidden=start)
+    asked: TurnView | None = None
+    for turn in shown:
+        if turn.role == "user":
+            asked = turn
+            messages = [{"role": "user", "content": turn.text}]
+        elif snapshot is not None and snapshot.turn_id == turn.id and not snapshot.done:
+            messages = _running(snapshot)
+        else:
+            messages = _reply(turn, asked)
+        rendered.messages += messages
+        rendered.turns += [turn] * len(messages)
+    return rendered
+
+
+def older(view: ChatView, first: int) -> int:
+    """The id to render from so that WINDOW more turns show than from turn `first` on."""
+    start = next((i for i, turn in enumerate(view.turns) if turn.id == first), len(view.turns))
+    return view.turns[max(0, start - WINDOW)].id if view.turns else 0
+
+
+def _reply(turn: TurnView, asked: TurnView | None) -> list[dict[str, Any]]:
+    split = turn.split
+    messages = []
+    if split.thinking:
+        title = "Thoughts" if split.closed else "Thoughts (cut off)"
+        messages.append(_message(split.thinking, metadata={"title": title, "status": "done"}))
+    if split.answer:
+        messages.append(_message(split.answer))
+    line = turn.line or {"cut": "cut off: the server ended during this reply", "error": "error"}.get(turn.status, "")
+    parts = [f'<span class="pt-figures">{html.escape(line)}</span>'] if line else []
+    parts += [f'<span class="pt-note">{html.escape(note)}</span>' for note in turn.notes]
+    links = _links(turn, asked)
+    if links:
+        parts.append(f'<span class="pt-links">{links}</span>')
+    messages.append(_message(f'<span class="pt-line">{"".join(parts)}</span>'))
+    return messages
+
+
+def _running(snapshot: JobSnapshot) -> list[dict[str, Any]]:
+    split = snapshot.split
+    messages = []
+    if split.thinking:
+        title, status = ("Thoughts", "done") if split.closed else ("Thinking…", "pending")
+        messages.append(_message(split.thinking, metadata={"title": title, "status": status}))
+    if split.answer:
+        messages.append(_message(split.answer))
+    if not messages:
+        messages.append(_message(f'<span class="pt-line"><span class="pt-pending">{_progress(snapshot)}</span></span>'))
+    return messages
+
+
+def _progress(snapshot: JobSnapshot) -> str:
+    if snapshot.phase == "waiting":
+        return "waiting for a place in the batch…"
+    if snapshot.phase == "prefill" and snapshot.prompt_tokens:
+        return f"prefill {snapshot.computed_tokens:,} / {snapshot.prompt_tokens:,}"
+    return "…"
+
+
+def _links(turn: TurnView, asked: TurnView | None) -> str:
+    """Links that assets/page.js turns into actions; a forged one in a reply can only act on the reader's own chat."""
+    links = []
+    if turn.can_continue:
+        links.append(f'<a href="#pt-continue-{turn.id}">Continue</a>')
+    links.append(f'<a href="#pt-retry-{turn.id}">Regenerate</a>')
+    for name, branch in (("message", asked), ("reply", turn)):
+        if branch is not None and len(branch.siblings) > 1:
+            at = branch.siblings.index(branch.id)
+            if at > 0:
+                links.append(f'<a href="#pt-branch-{branch.siblings[at - 1]}" title="earlier {name}">‹</a>')
+            links.append(f"<span>{name} {at + 1}/{len(branch.siblings)}</span>")
+            if at + 1 < len(branch.siblings):
+                links.append(f'<a href="#pt-branch-{branch.siblings[at + 1]}" title="later {name}">›</a>')
+    return " ".join(links)
+
+
+def _message(content: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if metadata:
+        message["metadata"] = metadata
+    return message

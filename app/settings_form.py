@@ -1,0 +1,94 @@
+"""The form of a chat's settings: its controls, and the way between their values and ChatSettings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gradio as gr
+
+from app.chat import ChatSettings
+
+# The order of the controls is the order of the form's values.
+FIELDS = (
+    "system_prompt",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "seed",
+    "stop",
+    "thinking",
+    "leave_out_older",
+)
+_OPTIONAL = ("max_tokens", "seed")
+_INTEGER = ("top_k", "max_tokens", "seed")
+
+PRESETS = {
+    "The model's own": "",
+    "Brief": "Answer in one or two short sentences.",
+    "Teacher": "You are a patient teacher. Explain step by step, with a small example.",
+    "Programmer": "You are an experienced programmer. Answer with code first, then one short explanation.",
+    "Translator": "Translate what the user writes into English. Answer with the translation only.",
+}
+
+
+def build_form() -> tuple[gr.Dropdown, list[Any]]:
+    """Create the controls in the present layout; returns the preset list and the controls in FIELDS' order."""
+    preset = gr.Dropdown(list(PRESETS), value=None, label="System prompt preset", elem_id="preset")
+    controls = [
+        gr.Textbox(label="System prompt", lines=2, max_lines=8, elem_id="system-prompt"),
+        gr.Slider(0, 2, step=0.05, label="Temperature (0: always the likeliest token)", elem_id="temperature"),
+        gr.Slider(0, 1, step=0.01, label="Top-p", elem_id="top-p"),
+        gr.Number(precision=0, minimum=0, label="Top-k (0: all)", elem_id="top-k"),
+        gr.Slider(0, 1, step=0.01, label="Min-p", elem_id="min-p"),
+        gr.Slider(0.5, 2, step=0.01, label="Repetition penalty", elem_id="repetition-penalty"),
+        gr.Slider(-2, 2, step=0.05, label="Presence penalty", elem_id="presence-penalty"),
+        gr.Slider(-2, 2, step=0.05, label="Frequency penalty", elem_id="frequency-penalty"),
+        gr.Textbox(label="Max tokens (empty: the rest of the context)", max_lines=1, elem_id="max-tokens"),
+        gr.Textbox(label="Seed (empty: another one each time)", max_lines=1, elem_id="seed"),
+        gr.Textbox(label="Stop strings, one a line", lines=1, max_lines=4, elem_id="stop-strings"),
+        gr.Checkbox(label="Thinking, where the model can", elem_id="thinking"),
+        gr.Checkbox(label="Leave out older turns when the context is full", elem_id="leave-out-older"),
+    ]
+    return preset, controls
+
+
+def show_form(settings: ChatSettings) -> list[Any]:
+    """The controls' values for these settings."""
+    values = []
+    for name in FIELDS:
+        value = getattr(settings, name)
+        if name in _OPTIONAL:
+            value = "" if value is None else str(value)
+        elif name == "stop":
+            value = "\n".join(value)
+        values.append(value)
+    return values
+
+
+def read_form(values: Sequence[Any], defaults: ChatSettings) -> ChatSettings:
+    """Settings from the controls' values. A value that is no setting raises ValueError naming field and value."""
+    if len(values) != len(FIELDS):
+        raise ValueError(f"the form has {len(FIELDS)} values, {len(values)} came: reload the page")
+    changes: dict[str, Any] = {}
+    for name, value in zip(FIELDS, values, strict=True):
+        if name == "stop":
+            value = tuple(line for line in str(value or "").splitlines() if line)
+        elif name in _OPTIONAL and not str("" if value is None else value).strip():
+            value = None
+        elif name in _INTEGER:
+            value = _integer(name, value)
+        changes[name] = value
+    return defaults.changed(changes)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return int(str(value).strip())
+    except ValueError:
+        raise ValueError(f"{name}={value!r} must be a whole number") from None

@@ -1,0 +1,183 @@
+"""The page: layout and event wiring only. What the events do is in ui_events.py, the looks in assets/.
+
+No gr.State and no unload event: each would hold one more connection per tab. The open chat's id is in a hidden box
+(and in the address, by assets/page.js); the browser's id is put in front of every event's arguments by IDENTIFY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from app.kv_panel import kv_panel
+from app.settings_form import PRESETS, build_form
+from app.ui_events import PageEvents
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("stream.js", "page.js", "grid.js", "panel.js")
+FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
+MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
+LATEX = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+# Runs in the browser before an event is sent: the first argument becomes the browser's id.
+IDENTIFY = "(user, ...rest) => [window.pageturn.user(), ...rest]"
+ADDRESS = "() => [window.pageturn.user(), window.pageturn.chatInAddress()]"
+
+
+@dataclass
+class Page:
+    """The components that events read and change."""
+
+    user: gr.Textbox
+    chat: gr.Textbox
+    first: gr.Textbox
+    chat_list: gr.HTML
+    new_chat: gr.Button
+    older: gr.Button
+    chatbot: gr.Chatbot
+    notice: gr.HTML
+    message: gr.Textbox
+    stop: gr.Button
+    panel: gr.HTML
+    preset: gr.Dropdown
+    form: list[Any]
+
+
+def build_ui(chats: Any, engine: Any, settings: Any) -> tuple[gr.Blocks, dict[str, Any]]:
+    """The page over a ChatService and an EngineThread; returns it with mount_gradio_app's theme, css and head."""
+    events = PageEvents(
+        chats,
+        prefill_rate=lambda: float(engine.status().prefill_rate or 0.0),
+        retry_load=engine.retry,
+        login=bool(settings.auth),
+    )
+    with gr.Blocks(title="PageTurn", fill_width=True, analytics_enabled=False) as demo:
+        events.page = _layout()
+        _wire(demo, events.page, events)
+    demo.queue(default_concurrency_limit=None, api_open=False)
+    return demo, {"theme": _theme(), "css": (ASSETS / "page.css").read_text(encoding="utf-8"), "head": _head()}
+
+
+def _layout() -> Page:
+    user = gr.Textbox(visible="hidden", elem_id="user")
+    chat = gr.Textbox(visible="hidden", elem_id="open-chat")
+    first = gr.Textbox(visible="hidden", elem_id="first-turn")
+    gr.HTML(
+        elem_id="top",
+        html_template=(ASSETS / "top.html").read_text(encoding="utf-8"),
+        js_on_load="window.pageturn.mountTop(element)",
+        apply_default_css=False,
+    )
+    with gr.Row(elem_id="page"):
+        with gr.Column(elem_id="sidebar"):
+            new_chat = gr.Button("New chat", elem_id="new-chat", variant="primary")
+            chat_list = gr.HTML(
+                elem_id="chats",
+                html_template=(ASSETS / "chats.html").read_text(encoding="utf-8"),
+                js_on_load=(
+                    "window.pageturn.mountChats(element, trigger, watch, props);"
+                    "// 'pick' 'rename' 'remove' 'search' 'export_chat' 'import_chat' 'act' 'resync' 'retry_load'"
+                ),
+                apply_default_css=False,
+            )
+            with gr.Accordion("Settings of this chat", open=False, elem_id="settings"):
+                preset, form = build_form()
+        with gr.Column(elem_id="conversation"):
+            older = gr.Button("Load older", elem_id="older", size="sm", visible=False)
+            chatbot = gr.Chatbot(
+                elem_id="chat",
+                show_label=False,
+                container=False,
+                height="100%",
+                editable="user",
+                buttons=["copy"],
+                latex_delimiters=LATEX,
+                placeholder="**PageTurn**\n\nAsk something. The second turn reuses the first one's KV blocks.",
+            )
+            notice = gr.HTML(
+                elem_id="notice",
+                html_template='<p class="pt-notice" role="alert" hidden></p>',
+                js_on_load="window.pageturn.mountNotice(element, watch, props)",
+                apply_default_css=False,
+            )
+            with gr.Row(elem_id="compose"):
+                message = gr.Textbox(
+                    elem_id="message",
+                    show_label=False,
+                    container=False,
+                    lines=1,
+                    max_lines=10,
+                    placeholder="Message (Enter sends, Shift+Enter: new line)",
+                    submit_btn=True,
+                    autofocus=True,
+                    scale=1,
+                )
+                stop = gr.Button("Stop", elem_id="stop", variant="stop", visible=False, scale=0, min_width=80)
+            gr.HTML(
+                elem_id="context",
+                html_template='<div class="pt-context" hidden><div><i></i></div><span></span></div>',
+                js_on_load=None,
+                apply_default_css=False,
+            )
+        with gr.Column(elem_id="panel-column"):
+            panel = kv_panel()
+    return Page(
+        user, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
+    )
+
+
+def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
+    outputs = [
+        page.chat, page.first, page.chat_list, page.older, page.chatbot, page.notice, page.message, page.stop, page.panel,
+        *page.form,
+    ]  # fmt: skip
+
+    def on(listener: Callable[..., Any], handler: Callable[..., Any], *inputs: Any, js: str = IDENTIFY, **kwargs: Any):
+        options = {"trigger_mode": "multiple", "concurrency_limit": None, "show_progress": "hidden", "outputs": outputs}
+        listener(handler, inputs=[page.user, *inputs], js=js, api_visibility="private", **(options | kwargs))
+
+    on(demo.load, events.open_address, page.chat, js=ADDRESS)
+    on(page.new_chat.click, events.new)
+    on(page.message.submit, events.send, page.chat, page.message, *page.form)
+    on(page.stop.click, events.stop, page.chat, outputs=None)
+    on(page.older.click, events.load_older, page.chat, page.first)
+    on(page.chatbot.edit, events.edit, page.chat, page.first)
+    on(page.chatbot.retry, events.retry, page.chat, page.first)
+    on(page.chat_list.pick, events.pick)
+    on(page.chat_list.rename, events.rename, page.chat)
+    on(page.chat_list.remove, events.remove, page.chat)
+    on(page.chat_list.search, events.search, page.chat, trigger_mode="always_last")
+    on(page.chat_list.export_chat, events.export, page.chat)
+    on(page.chat_list.import_chat, events.bring_in, page.chat)
+    on(page.chat_list.act, events.act, page.chat)
+    on(page.chat_list.resync, events.resync, page.chat)
+    page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")
+    for control in page.form:
+        on(control.input, events.change_setting, page.chat, *page.form, trigger_mode="always_last")
+    page.preset.input(
+        lambda name: PRESETS.get(name, ""), page.preset, page.form[0], api_visibility="private", show_progress="hidden"
+    ).then(
+        events.change_setting,
+        [page.user, page.chat, *page.form],
+        [page.notice],
+        js=IDENTIFY,
+        api_visibility="private",
+        show_progress="hidden",
+    )
+
+
+def _theme() -> gr.themes.Base:
+    """System fonts only: a page that fetches a font tells somebody that it was opened."""
+    return gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONT, font_mono=MONO)
+
+
+def _head() -> str:
+    scripts = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    return f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<script>\n{scripts}\n</script>'
