@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
 from engine.sampling_params import SamplingParams
+from models.catalog import ModelUnavailable
 
 if TYPE_CHECKING:
     from engine.block_manager import KVSnapshot
@@ -254,10 +255,12 @@ class EngineThread:
                 engine.abort(request_id)
             self._deliver(engine.step())
         except BaseException as error:
-            if not isinstance(error, ValueError):
+            # A bad model or setting, a failed download and an end asked for explain themselves in one line.
+            expected = self._stopping or isinstance(error, (ValueError, ModelUnavailable))
+            if not expected:
                 logger.exception("the engine has stopped")
             self._cause = error
-            self._error = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+            self._error = str(error) if expected else f"{type(error).__name__}: {error}"
         finally:
             self._fail_all(self._error or "the engine was shut down")
             self._engine = None

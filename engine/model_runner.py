@@ -58,7 +58,7 @@ class ModelRunner:
             device=device.device,
             dtype=device.dtype,
             attention_backend=device.attention_backend,
-            progress=lambda percent: progress("loading weights", percent),
+            progress=progress,
         )
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
