@@ -307,11 +307,10 @@ def test_a_stop_string_that_only_the_end_releases_still_cuts():
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    from models.catalog import resolve
+def smollm2(default_model_path):
     from models.loader import load_tokenizer
 
-    return load_tokenizer(resolve("default", None))
+    return load_tokenizer(default_model_path)
 
 
 def real_cases() -> list[dict]:
