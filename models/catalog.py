@@ -119,6 +119,18 @@ def local_path(model: str) -> Path | None:
     )
 
 
+def display_name(model: str, path: Path) -> str:
+    """What page and API call a model that was resolved to `path`: a hub id, else the file's or folder's own name.
+
+    "…/SmolLM2-135M-Instruct.Q4_1.gguf" is SmolLM2-135M-Instruct; a hub snapshot is the id it came under.
+    """
+    cached = next((part for part in reversed(path.parts) if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/")
+    name = path.resolve().name
+    return re.sub(r"\.([A-Z]+\d*(_\w+)?\.)?gguf$", "", name) if is_gguf(path) else name
+
+
 def check_local(model: str) -> ModelConfig | None:
     """Checks a local model as far as its headers go, without torch, in well under a second.
 
