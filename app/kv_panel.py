@@ -36,7 +36,9 @@ def kv_panel() -> gr.HTML:
     )
 
 
-def panel_value(view: ChatView | None, snapshot: JobSnapshot | None = None, prefill_rate: float = 0.0) -> dict[str, Any]:
+def panel_value(
+    view: ChatView | None, snapshot: JobSnapshot | None = None, prefill_rate: float = 0.0
+) -> dict[str, Any]:
     """The component's value for an open chat (None: a new one). `snapshot` stands for its running reply;
     `prefill_rate` (tokens/s, as the engine measured it; 0: not yet) gives the estimate without the cache."""
     if view is None:

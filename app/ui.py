@@ -134,10 +134,8 @@ def _layout() -> Page:
 
 
 def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
-    outputs = [
-        page.chat, page.first, page.chat_list, page.older, page.chatbot, page.notice, page.message, page.stop, page.panel,
-        *page.form,
-    ]  # fmt: skip
+    shown = (page.chat, page.first, page.chat_list, page.older, page.chatbot, page.notice, page.message, page.stop)
+    outputs = [*shown, page.panel, *page.form]
 
     def on(listener: Callable[..., Any], handler: Callable[..., Any], *inputs: Any, js: str = IDENTIFY, **kwargs: Any):
         options = {"trigger_mode": "multiple", "concurrency_limit": None, "show_progress": "hidden", "outputs": outputs}

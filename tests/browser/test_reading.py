@@ -1,0 +1,111 @@
+"""What a reader sees: markup that stays harmless, dark mode, a phone, a scroll position, an input method."""
+
+from __future__ import annotations
+
+import pytest
+from chatting import ask, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = (
+    "List<String> and <script>window.hacked = 1</script> <img src=x onerror='window.hacked = 2'> "
+    "<img src='https://example.invalid/a.png'> <a href='javascript:window.hacked=3'>link</a> "
+    "<form action='https://example.invalid/'><button>go</button></form> "
+    "<div style='position:fixed;inset:0;background:red;z-index:9999'>overlay</div>"
+)
+
+
+def test_typed_markup_shows_as_text_or_stays_harmless(server, profile):
+    context = profile()
+    asked = []
+    context.on("request", lambda request: asked.append(request.url))
+    page = open_page(context, server.url, max_tokens=4)
+    ask(page, HOSTILE)
+    expect(page.locator("#chat .user")).to_contain_text("List<String>")
+    if page.locator("#chat .user a").count():
+        page.locator("#chat .user a").first.click(force=True, no_wait_after=True)
+    assert page.evaluate("window.hacked") is None
+    # Whatever the overlay's style says, the button under it takes the click.
+    page.locator("#new-chat").click()
+    expect(page.locator("#chat .user")).to_have_count(0)
+    assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
+
+
+def test_nothing_is_fetched_from_elsewhere(server, profile):
+    context = profile()
+    asked = []
+    context.on("request", lambda request: asked.append(request.url))
+    page = open_page(context, server.url)
+    ask(page, "Hello.")
+    assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_follows_the_systems_colours(server, profile, scheme, tmp_path):
+    page = open_page(profile(color_scheme=scheme), server.url)
+    ask(page, "Name two rivers.")
+    ask(page, "And two lakes?")
+    expect(page.locator(".pt-strip .pt-reused")).not_to_have_count(0)
+    page.screenshot(path=tmp_path / f"{scheme}.png")
+    background = page.evaluate("getComputedStyle(document.querySelector('.pt-top')).backgroundColor")
+    brightness = sum(int(part) for part in background[background.index("(") + 1 : -1].split(",")[:3])
+    assert (brightness < 300) == (scheme == "dark"), background
+
+
+def test_a_phone_shows_the_chat_first_and_nothing_sideways(server, profile, tmp_path):
+    page = open_page(profile(viewport={"width": 390, "height": 844}, has_touch=True), server.url, max_tokens=None)
+    expect(page.locator("#sidebar")).to_be_hidden()
+    send(page, "Hello from a phone.")
+    wait_for_streaming(page)
+    page.locator("#stop").click()
+    wait_for_replies(page, 1)
+    page.screenshot(path=tmp_path / "phone.png")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    box = message_box(page).bounding_box()
+    assert box["y"] + box["height"] <= 844
+    page.locator(".pt-menu").click()
+    expect(page.locator("#new-chat")).to_be_visible()
+    page.locator("#new-chat").click()
+    expect(page.locator("#sidebar")).to_be_hidden()
+    page.locator("#kv-panel").scroll_into_view_if_needed()
+    expect(page.locator(".pt-tiles")).to_be_in_viewport()
+
+
+def test_scrolling_up_in_mid_stream_stays_where_the_reader_put_it(server, profile):
+    page = open_page(profile(viewport={"width": 1400, "height": 500}), server.url, max_tokens=120)
+    ask(page, "Write one long paragraph about forests. " + "And about every tree in it. " * 40)
+    send(page, "And now one about deserts.")
+    wait_for_streaming(page)
+    log = page.locator("#chat [role=log]")
+    log.evaluate("e => { e.scrollTop = 0; e.dispatchEvent(new Event('scroll')); }")
+    before = page.evaluate("document.querySelector('#chat').innerText.length")
+    page.wait_for_function("n => document.querySelector('#chat').innerText.length > n + 60", arg=before)
+    assert log.evaluate("e => e.scrollTop") < 20
+    wait_for_replies(page, 2)
+
+
+def test_enter_that_confirms_an_input_methods_candidate_does_not_send(server, profile):
+    page = open_page(profile(), server.url)
+    message_box(page).fill("にほん")
+    message_box(page).evaluate(
+        "e => ['keydown', 'keypress'].forEach(type => e.dispatchEvent(new KeyboardEvent(type,"
+        " {key: 'Enter', code: 'Enter', keyCode: 229, isComposing: true, bubbles: true, cancelable: true})))"
+    )
+    page.wait_for_timeout(500)
+    expect(page.locator("#chat .user")).to_have_count(0)
+    expect(message_box(page)).to_have_value("にほん")
+    message_box(page).press("Enter")
+    expect(page.locator("#chat .user")).to_have_text("にほん")
+    wait_for_replies(page, 1)
+
+
+def test_copying_a_reply_leaves_its_figures_out(server, profile):
+    page = open_page(profile(permissions=["clipboard-read", "clipboard-write"]), server.url)
+    ask(page, "Say hello.")
+    page.locator("#chat").get_by_label("Copy message").last.click()
+    page.wait_for_function("navigator.clipboard.readText().then(text => text.length > 0)")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert "TTFT" not in copied and "pt-line" not in copied
+    assert copied.strip()[:8] == page.locator("#chat .bot").last.inner_text().strip()[:8]
+    assert replies(page).count() == 1

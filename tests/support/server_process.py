@@ -1,0 +1,110 @@
+"""`python app.py` in a child process, and a cable to it that can be cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`python app.py` on a free port with its own data folder; it can be ended and started again on both."""
+
+    def __init__(self, data: Path, *args: str) -> None:
+        self.port, self._data, self._args = free_port(), data, args
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = data.parent / f"{data.name}.log"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, ready: bool = True) -> Server:
+        command = [sys.executable, "app.py", "--port", str(self.port), "--data-dir", str(self._data), "--device", "cpu"]
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen([*command, *self._args], cwd=REPO, env=env, stdout=log, stderr=log)
+        self.wait(lambda health: health["ready"] or not ready)
+        return self
+
+    def health(self) -> dict:
+        with urllib.request.urlopen(f"{self.url}/healthz", timeout=5) as answer:
+            return json.load(answer)
+
+    def wait(self, done: Callable[[dict], bool], seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            with suppress(OSError):
+                if done(self.health()):
+                    return
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"the server did not get there:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Send the signal and wait for the exit; returns the exit code."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(how)
+        return self._process.wait(timeout=20)
+
+
+class Cable:
+    """A TCP proxy before a server: `cut` breaks every connection and refuses new ones until `mend`."""
+
+    def __init__(self, target_port: int) -> None:
+        self.port, self._target = free_port(), target_port
+        self._sockets: list[socket.socket] = []
+        self._listener: socket.socket | None = None
+        self.mend()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def mend(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        assert self._listener is not None
+        ends = [self._listener, *self._sockets]
+        self._sockets = []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
