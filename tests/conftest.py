@@ -25,19 +25,13 @@ def _no_gpu() -> str | None:
 
 
 def _no_browser() -> str | None:
-    """Asks in a child process: Playwright's synchronous API refuses to start inside a running event loop."""
-    import subprocess
-    import sys
+    from importlib.util import find_spec
 
-    code = (
-        "from playwright.sync_api import sync_playwright as s\n"
-        "with s() as p:\n    print(p.chromium.executable_path)"
-    )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    path = asked.stdout.strip()
-    if asked.returncode != 0:
+    from chromium import find_chromium
+
+    if find_spec("playwright") is None:
         return "Playwright is not installed (pip install playwright)"
-    return None if path and Path(path).exists() else "no Chromium here (playwright install chromium)"
+    return None if find_chromium() else "no Chromium here (apt-get install chromium, or playwright install chromium)"
 
 
 def _not_asked(config: pytest.Config) -> str | None:
