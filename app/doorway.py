@@ -7,12 +7,17 @@ the door instead of being refused, so that the page can be opened as soon as the
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
+
+THREAD_NAME = "build-page"
 
 
 def health(engine: Any) -> dict[str, Any]:
@@ -32,8 +37,9 @@ def health(engine: Any) -> dict[str, Any]:
 class Doorway:
     """An ASGI application that becomes the one that `build` returns.
 
-    build runs in a thread, once the port is open; then on_built is called on the event loop. If build fails, `fault`
-    holds the exception, on_built is called all the same, and the requests at the door get a 500.
+    build runs in a thread of its own, once the port is open; then on_built is called on the event loop. If build
+    fails, `fault` holds the exception, on_built is called all the same, and the requests at the door get a 500.
+    At an early shutdown the thread is left behind: an import cannot be ended, and is not worth waiting for.
     """
 
     def __init__(self, build: Callable[[], FastAPI], engine: Any, on_built: Callable[[], None]) -> None:
@@ -68,13 +74,14 @@ class Doorway:
         living = asyncio.create_task(self._live())
         assert (await receive())["type"] == "lifespan.shutdown"
         self._stopping.set()
-        await living
+        if self._settled.is_set():
+            await living
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _live(self) -> None:
         """Build the application and keep its lifespan open until the server's ends."""
         try:
-            app = await asyncio.to_thread(self._build)
+            app = await self._built_in_thread()
             async with app.router.lifespan_context(app):
                 self._app = app
                 self._settled.set()
@@ -84,3 +91,20 @@ class Doorway:
             self.fault = error
             self._settled.set()
             self._on_built()
+
+    async def _built_in_thread(self) -> FastAPI:
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[FastAPI] = loop.create_future()
+
+        def build() -> None:
+            try:
+                app = self._build()
+            except BaseException as error:
+                result: Callable[[], None] = partial(built.set_exception, error)
+            else:
+                result = partial(built.set_result, app)
+            with suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+                loop.call_soon_threadsafe(result)
+
+        threading.Thread(target=build, name=THREAD_NAME, daemon=True).start()
+        return await built

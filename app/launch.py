@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
-from app.doorway import Doorway
+from app.doorway import THREAD_NAME, Doorway
 from app.settings import Settings
 
 if TYPE_CHECKING:
     from engine.engine_thread import EngineThread
 
 EXIT_UNUSABLE = 2
+BACKLOG = 2048  # connections that may wait to be accepted
 LOAD_POLL = 0.1  # seconds between two looks at how the loading goes
 LAST_WORDS = 1.0  # seconds that open streams have at shutdown to carry their last text
 # Read when Gradio and huggingface_hub are imported.
@@ -52,7 +53,7 @@ def run(settings: Settings) -> int:
         code = _refuse(str(error))
     except KeyboardInterrupt:
         code = 0
-    if any(thread.name == "engine" for thread in threading.enumerate()):
+    if any(thread.name in ("engine", THREAD_NAME) for thread in threading.enumerate()):
         # It could not be joined: it is inside an import or a download, which nothing can end, and the interpreter
         # must not be taken down around it.
         sys.stdout.flush()
@@ -67,10 +68,6 @@ def _run(settings: Settings) -> int:
     store = _open_store(settings)
     try:
         return asyncio.run(_serve(settings, listener, store))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # two servers may bind at once, but only one may listen
-            raise CannotStart(_in_use(settings.host, settings.port)) from None
-        raise
     finally:
         store.close()
 
@@ -190,7 +187,7 @@ def is_fatal(model: str, cause: BaseException | None) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet; CannotStart if that cannot be had."""
+    """A socket that listens on the address (connections wait until they are accepted); CannotStart if it cannot."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -201,11 +198,12 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
     try:
         listener.bind(target)
-        listener.set_inheritable(False)
+        listener.listen(BACKLOG)  # at once: two servers may bind one address, but only one may listen
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise CannotStart(_in_use(host, port)) from None
+            other = "is in use by another program; choose another with --port (0: any free one)"
+            raise CannotStart(f"port {port} on {host} {other}") from None
         raise CannotStart(f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port") from None
     return listener
 
@@ -236,10 +234,6 @@ def _open_store(settings: Settings) -> Any:
         return Store(settings.data_dir)
     except StoreError as error:
         raise CannotStart(_one_line(error)) from None
-
-
-def _in_use(host: str, port: int) -> str:
-    return f"port {port} on {host} is in use by another program; choose another with --port (0: any free one)"
 
 
 def _refuse(message: str) -> int:

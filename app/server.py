@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pageturn.app")
 
 ENGINE_TIMEOUT = 5.0  # seconds the engine has to finish its step in flight at shutdown
+LOADING_TIMEOUT = 1.0  # ... and a model that is still loading: an import or a file being read cannot be ended
 MAX_UPLOAD = "4mb"  # Gradio's upload route is open to everyone who may see the page
 
 
@@ -121,7 +122,7 @@ async def _close(chats: ChatService, hub: KVHub, engine: EngineThread) -> None:
     """Jobs first: they store what their requests gave so far, which needs the engine's last word on each."""
     await chats.shutdown()
     await hub.close()
-    await asyncio.to_thread(engine.shutdown, ENGINE_TIMEOUT)
+    await asyncio.to_thread(engine.shutdown, ENGINE_TIMEOUT if engine.status().ready else LOADING_TIMEOUT)
 
 
 def _once(close: Any) -> Any:

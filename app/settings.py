@@ -178,7 +178,7 @@ class Settings:
         metavar="SECONDS",
         shown_default="never",
     )
-    data_dir: Path | None = _setting(
+    data_dir: Path | None = _setting(  # noqa: RUF009  _setting returns a dataclasses.field, as for all others
         None,
         "Folder of the database with users, chats and turns.",
         parse=_folder,

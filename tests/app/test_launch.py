@@ -1,0 +1,166 @@
+"""Starting and ending app.py: what cannot work is one line and exit code 2; an end that was asked for is clean."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from app.data_folder import DataFolder
+from app.launch import CannotStart, address, bind, is_fatal
+from app.settings import Settings
+from models.catalog import ModelUnavailable
+from tests.support.app_process import AppProcess, free_port, run_app
+
+
+def one_line(result: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+def test_an_unknown_flag_is_one_line_with_the_nearest(tmp_path: Path) -> None:
+    assert "--port" in one_line(run_app("--prot", "1"))
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    assert str(missing) in one_line(run_app("--model", str(missing), "--data-dir", str(tmp_path / "data")))
+
+
+def test_a_damaged_gguf_is_one_line(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 100)
+    assert "damaged.gguf" in one_line(run_app("--model", str(damaged), "--data-dir", str(tmp_path / "data")))
+
+
+def test_a_truncated_gguf_is_one_line(tmp_path: Path, default_model_path: Path) -> None:
+    whole = default_model_path.read_bytes()
+    for length in (len(whole) - 1, 100_000):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(whole[:length])
+        assert "cut.gguf" in one_line(run_app("--model", str(cut), "--data-dir", str(tmp_path / "data")))
+
+
+def test_a_folder_with_damaged_safetensors_is_one_line(tmp_path: Path, tiny_llama: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny_llama.iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[:-50] if file.suffix == ".safetensors" else content)
+    one_line(run_app("--model", str(folder), "--data-dir", str(tmp_path / "data")))
+
+
+def test_a_port_in_use_is_one_line_with_the_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        line = one_line(run_app("--port", port, "--data-dir", str(tmp_path / "data")))
+    assert port in line and "--port" in line
+
+
+def test_a_host_that_is_not_ours_is_one_line(tmp_path: Path) -> None:
+    for host in ("no.such.host.invalid", "192.0.2.1"):
+        assert host in one_line(run_app("--port", "0", "--host", host, "--data-dir", str(tmp_path / "data")))
+
+
+def test_a_data_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "data"
+    assert str(folder) in one_line(run_app("--port", "0", "--data-dir", str(folder)))
+
+
+def test_a_data_folder_that_another_server_holds_is_one_line(tmp_path: Path) -> None:
+    held = DataFolder(tmp_path / "data")
+    try:
+        line = one_line(run_app("--port", "0", "--data-dir", str(tmp_path / "data")))
+    finally:
+        held.close()
+    assert "in use" in line and str(os.getpid()) in line
+
+
+def test_cuda_without_a_card_is_one_line(tmp_path: Path, default_model_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a card")
+    argv = ("--port", "0", "--device", "cuda", "--model", str(default_model_path), "--data-dir", str(tmp_path / "data"))
+    assert "cuda" in one_line(run_app(*argv, timeout=90))
+
+
+def test_the_port_is_open_within_five_seconds_and_the_model_loads_behind_it(tmp_path: Path) -> None:
+    with AppProcess(data_dir=tmp_path / "data") as server:
+        assert server.wait_open() < 5
+        health = server.health()
+        assert health["ready"] is False and health["error"] is None
+        assert health["kv"] == {"total": 0, "free": 0, "cached": 0, "active": 0}
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["at once", "port open", "loading"])
+def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
+    sig: int, moment: str, tmp_path: Path, default_model_path: Path
+) -> None:
+    with AppProcess("--model", str(default_model_path), data_dir=tmp_path / "data") as server:
+        if moment == "at once":
+            server.wait_for(lambda: (tmp_path / "data").exists())  # Python itself is up, and in our hands
+        else:
+            server.wait_open()
+        if moment == "loading":
+            server.wait_for(lambda: server.health()["load"]["stage"] != "waiting to start")
+        began = time.monotonic()
+        assert server.end(sig) == 0, server.log()
+        assert time.monotonic() - began < 8
+        assert "Traceback" not in server.log()
+
+
+def test_two_servers_started_at_once_on_one_port_leave_one_running(tmp_path: Path) -> None:
+    port = free_port()
+    with (
+        AppProcess(data_dir=tmp_path / "a" / "data", port=port) as one,
+        AppProcess(data_dir=tmp_path / "b" / "data", port=port) as two,
+    ):
+        one_ended = _first_to_end(one, two)
+        assert one_ended.process.returncode == 2
+        assert "is in use" in one_ended.log() and "Traceback" not in one_ended.log()
+        (two if one_ended is one else one).wait_open()
+
+
+def _first_to_end(*servers: AppProcess) -> AppProcess:
+    began = time.monotonic()
+    while time.monotonic() - began < 60:
+        for server in servers:
+            if server.process.poll() is not None:
+                return server
+        time.sleep(0.05)
+    raise AssertionError("both go on")
+
+
+def test_only_a_download_is_worth_another_try(default_model_path: Path) -> None:
+    assert is_fatal(str(default_model_path), ValueError("bad tensor"))
+    assert is_fatal(str(default_model_path), RuntimeError("out of memory"))
+    assert is_fatal("default", ValueError("--device cuda without a card"))
+    assert not is_fatal("default", ModelUnavailable("no network"))
+    assert not is_fatal("owner/name", ModelUnavailable("no network"))
+
+
+def test_binding_a_taken_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(CannotStart, match="in use"):
+        bind("127.0.0.1", other.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/x"),
+        ("0.0.0.0", "http://127.0.0.1:80/x"),
+        ("::", "http://[::1]:80/x"),
+        ("fe80::1", "http://[fe80::1]:80/x"),
+    ],
+)
+def test_the_printed_address_can_be_opened_on_this_machine(host: str, url: str) -> None:
+    assert address(Settings(host=host, root_path="/x"), 80) == url
