@@ -149,7 +149,6 @@ class ModelRunner:
     def exit(self) -> None:
         """Let go of the model's and the pool's memory."""
         self.kv_cache = None
-        self.model.bind_kv_cache(None)
         del self.model
 
     # -- internals ------------------------------------------------------------------------------------
