@@ -82,11 +82,11 @@ def render_chat(
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template cannot render this conversation: {error!r}") from error
-        kept = {i for i in marked if text.count(_span(i, nonce, shown[i])) == 1}
+        kept = {i for i in marked if text.count(shown[i]["content"]) == 1}
         if kept == marked:
             break
         marked = kept
-    pieces = _cut(text, sorted(marked), nonce, shown, messages, masks)
+    pieces = _cut(text, [(shown[i]["content"], messages[i]["token_ids"]) for i in sorted(marked)], masks)
     if tail and isinstance(tail[0], Masked) and pieces and isinstance(pieces[-1], Masked):
         # Text on text: encoded jointly, as one string.
         tail[0].text = pieces.pop().text + tail[0].text  # type: ignore[union-attr]
@@ -122,20 +122,14 @@ def _shown(message: dict[str, Any], mark: int | None, nonce: str, masks: _Masks)
     return shown
 
 
-def _span(index: int, nonce: str, shown: dict[str, Any]) -> str:
-    """What a marked content looks like where the template left it alone."""
-    return shown["content"]
-
-
-def _cut(
-    text: str, marked: list[int], nonce: str, shown: list[dict[str, Any]], messages: list[dict[str, Any]], masks: _Masks
-) -> list[Piece]:
+def _cut(text: str, marked: list[tuple[str, list[int]]], masks: _Masks) -> list[Piece]:
+    """Replaces each (marked content, its ids), which the text holds in this order, by the ids."""
     pieces: list[Piece] = []
-    for index in marked:
-        before, _, text = text.partition(_span(index, nonce, shown[index]))
+    for content, ids in marked:
+        before, _, text = text.partition(content)
         if before:
             pieces.append(Masked(before, masks.originals))
-        pieces.append(list(messages[index]["token_ids"]))
+        pieces.append(list(ids))
     if text:
         pieces.append(Masked(text, masks.originals))
     return pieces

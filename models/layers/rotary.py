@@ -52,8 +52,9 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [T, H, head_dim] by the angles of RotaryEmbedding; a new tensor."""
     half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    # Two roundings, as the reference has them; a fused multiply-add would differ in the last bit.
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1).mul_(sin)
+    return swapped.add_(x * cos)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
