@@ -1,0 +1,156 @@
+"""Layers on their own: purity of the norm, shards of the linear layers, refusal of unknown rope types."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.config import ModelConfig
+from models.layers.embed_head import Embedding, Head
+from models.layers.layernorm import RMSNorm
+from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from models.layers.rotary import RotaryEmbedding, rope_frequencies
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+def config(**overrides: object) -> ModelConfig:
+    settings: dict = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        **overrides,
+    }
+    return ModelConfig(**settings)
+
+
+# ---------------------------------------------------------------------- RMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_leaves_its_input_and_the_residual_alone(dtype: torch.dtype) -> None:
+    norm = RMSNorm(32, 1e-5, dtype, CPU)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x, residual = torch.randn(5, 32).to(dtype), torch.randn(5, 32).to(dtype)
+    x_before, residual_before = x.clone(), residual.clone()
+    normed, total = norm.add_and_norm(x, residual)
+    assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(total))
+    assert total.data_ptr() not in (x.data_ptr(), residual.data_ptr())
+    norm(x)
+    assert torch.equal(x, x_before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_normalised_in_fp32(dtype: torch.dtype) -> None:
+    """300 squared overflows fp16, and a bf16 sum of 576 squares would lose most of its digits."""
+    norm = RMSNorm(576, 1e-5, dtype, CPU)
+    norm.weight.data.fill_(1.0)
+    x = (torch.randn(3, 576) * 300).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(norm(x), exact.to(dtype))
+
+
+# ---------------------------------------------------------------------- linear shards
+
+
+def load(parameter: torch.nn.Parameter, tensors: dict[str | None, torch.Tensor]) -> None:
+    assert set(parameter.parts) == set(tensors)
+    for part, tensor in tensors.items():
+        parameter.weight_loader(tensor, part)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 1), (4, 2, 2), (8, 4, 2), (8, 2, 4), (8, 1, 4)])
+def test_qkv_shards_give_every_rank_its_heads(heads: int, kv_heads: int, size: int) -> None:
+    dim, hidden = 8, 16
+    names = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    weights = {name: torch.randn(count * dim, hidden) for name, count in names.items()}
+    biases = {name: torch.randn(count * dim) for name, count in names.items()}
+    x = torch.randn(3, hidden)
+    whole = {name: F.linear(x, weights[name], biases[name]).view(3, -1, dim) for name in names}
+    group = heads // kv_heads
+    for rank in range(size):
+        layer = QKVLinear(hidden, heads, kv_heads, dim, True, FP32, CPU, rank, size)
+        load(layer.weight, weights)
+        load(layer.bias, biases)
+        q, k, v = layer(x).view(3, -1, dim).split((layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1)
+        first = rank * layer.num_heads
+        torch.testing.assert_close(q, whole["q_proj"][:, first : first + layer.num_heads])
+        # Each of this rank's query heads finds, at its place in the group, the KV head that belongs to it.
+        for local in range(layer.num_heads):
+            own = local // (layer.num_heads // layer.num_kv_heads)
+            torch.testing.assert_close(k[:, own], whole["k_proj"][:, (first + local) // group])
+            torch.testing.assert_close(v[:, own], whole["v_proj"][:, (first + local) // group])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_and_merged_shards_sum_to_the_whole_with_one_bias(size: int) -> None:
+    hidden, inner = 12, 16
+    gate, up, down, bias = (
+        torch.randn(inner, hidden),
+        torch.randn(inner, hidden),
+        torch.randn(hidden, inner),
+        torch.randn(hidden),
+    )
+    x = torch.randn(5, hidden)
+    whole = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down, bias)
+    total = torch.zeros(5, hidden)
+    for rank in range(size):
+        first = GateUpLinear(hidden, inner, False, FP32, CPU, rank, size)
+        second = RowLinear(inner, hidden, True, FP32, CPU, rank, size)
+        load(first.weight, {"gate_proj": gate, "up_proj": up})
+        load(second.weight, {None: down})
+        load(second.bias, {None: bias})
+        g, u = first(x).chunk(2, -1)
+        total += second(F.silu(g) * u)
+    torch.testing.assert_close(total, whole)
+
+
+def test_heads_that_do_not_split_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="9 query heads do not divide evenly by 2"):
+        QKVLinear(32, 9, 3, 8, False, FP32, CPU, 0, 2)
+
+
+def test_a_weight_of_the_wrong_shape_is_refused_with_both_shapes() -> None:
+    layer = RowLinear(16, 8, False, FP32, CPU)
+    with pytest.raises(ValueError, match=r"\(16, 8\) does not fit \(8, 16\)"):
+        layer.weight.weight_loader(torch.zeros(16, 8), None)
+
+
+def test_a_tied_head_shares_the_embedding_and_gives_fp32_logits() -> None:
+    embedding = Embedding(10, 4, torch.bfloat16, CPU)
+    head = Head(10, 4, torch.bfloat16, CPU, embedding)
+    assert head.weight is embedding.weight
+    embedding.weight.data.normal_()
+    assert head(torch.randn(2, 4).bfloat16()).dtype == torch.float32
+
+
+# ---------------------------------------------------------------------- rope
+
+
+@pytest.mark.parametrize("kind", ["longrope", "mrope", "su", "proportional"])
+def test_an_unknown_rope_type_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported"):
+        RotaryEmbedding(config(rope_scaling={"rope_type": kind, "factor": 2.0}), FP32, CPU)
+
+
+def test_a_rope_type_without_its_parameter_names_it() -> None:
+    with pytest.raises(ValueError, match="'low_freq_factor'"):
+        rope_frequencies(config(rope_scaling={"rope_type": "llama3", "factor": 2.0}))
+
+
+def test_frequency_factors_divide_the_frequencies() -> None:
+    plain, _ = rope_frequencies(config())
+    divided, scale = rope_frequencies(
+        config(rope_scaling={"rope_type": "frequency_factors", "factors": [1.0, 2.0, 4.0, 8.0]})
+    )
+    assert torch.equal(divided, plain / torch.tensor([1.0, 2.0, 4.0, 8.0])) and scale == 1.0
