@@ -105,9 +105,9 @@ def local_path(model: str) -> Path | None:
     if model in ("default", DEFAULT_GGUF.name):
         return None
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model.strip() and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         if is_gguf(path):
             return path
         raise ModelNotFound(f"model {model!r} is a file but not a .gguf; give a .gguf file or a model folder")
