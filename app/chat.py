@@ -7,6 +7,7 @@ a refused send, edit, retry or continue has written nothing, so the page keeps t
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,9 +78,8 @@ class ChatService:
 
     async def open_chat(self, user: str, chat_id: str) -> ChatView:
         """Everything that the page shows of one chat. ChatNotFound if it is not this user's."""
-        with _found(chat_id):
-            chat, turns = await self._store.chat_and_turns(_user(user), chat_id)
-        job = self._replies.job(chat_id)
+        with _worded(chat_id):
+            chat, turns, job = await self._present(_user(user), chat_id)
         branch = branch_to(turns, chat.leaf)
         last = next((t.figures for t in reversed(branch) if t.role == "assistant" and t.figures), {})
         return ChatView(
@@ -95,12 +95,12 @@ class ChatService:
 
     async def rename(self, user: str, chat_id: str, title: str) -> None:
         """Give a title of 1 to 200 characters; it is then kept whatever is sent."""
-        with _found(chat_id):
+        with _worded(chat_id):
             await self._store.rename(_user(user), chat_id, title_text(title))
 
     async def delete_chat(self, user: str, chat_id: str) -> None:
         """End the chat's job and delete the chat with all its branches for good."""
-        with _found(chat_id):
+        with _worded(chat_id):
             await self._store.chat(_user(user), chat_id)
             if job := await self._replies.stop(chat_id, "deleted"):
                 await job.wait()
@@ -108,7 +108,7 @@ class ChatService:
 
     async def export_chat(self, user: str, chat_id: str) -> dict[str, Any]:
         """The whole chat, all branches, as JSON data."""
-        with _found(chat_id):
+        with _worded(chat_id):
             return to_portable(*await self._store.chat_and_turns(_user(user), chat_id))
 
     async def import_chat(self, user: str, data: Any) -> str:
@@ -118,14 +118,14 @@ class ChatService:
 
     async def settings(self, user: str, chat_id: str) -> ChatSettings:
         """The chat's settings: what was changed, over the defaults of the model in use."""
-        with _found(chat_id):
+        with _worded(chat_id):
             return self._settings(await self._store.chat(_user(user), chat_id))
 
     async def change_settings(self, user: str, chat_id: str, **changes: Any) -> ChatSettings:
         """Change some settings (field names of ChatSettings) and keep them. Bad value: ValueError, nothing kept.
         A value that equals the default is not kept as a choice: it follows the model in use."""
         settings = (await self.settings(user, chat_id)).changed(changes)
-        with _found(chat_id):
+        with _worded(chat_id):
             await self._store.set_settings(user, chat_id, settings.difference(self.default_settings()))
         return settings
 
@@ -183,14 +183,14 @@ class ChatService:
 
     async def open_branch(self, user: str, chat_id: str, turn_id: int) -> None:
         """Make the branch through this turn the open one, down to its newest leaf."""
-        with _found(chat_id):
+        with _worded(chat_id):
             _, turns = await self._store.chat_and_turns(_user(user), chat_id)
             leaf = newest_leaf(turns, _turn_id(turn_id))
             await self._store.set_leaf(user, chat_id, leaf)
 
     async def stop(self, user: str, chat_id: str) -> bool:
         """Stop the chat's running job, keeping its text; False if nothing runs."""
-        with _found(chat_id):
+        with _worded(chat_id):
             await self._store.chat(_user(user), chat_id)
         return await self._replies.stop(chat_id, "user") is not None
 
@@ -208,9 +208,25 @@ class ChatService:
         await self._replies.shutdown()
 
     # -- shared by the above -----------------------------------------------------------------------------------
+    async def _present(self, user: str, chat_id: str) -> tuple[ChatRow, list[TurnRow], Job | None]:
+        """A chat, its turns and its running job as of one moment. Rows and job are read one after the other, so a
+        row may say "running" when its job is only about to start, or has just ended: then both are read again. One
+        that says so twice has no job: the last save of its end failed."""
+        seen: set[int] = set()
+        while True:
+            job = self._replies.job(chat_id)
+            chat, turns = await self._store.chat_and_turns(user, chat_id)
+            if job is not None and job.done:
+                job = None
+            orphans = {turn.id for turn in turns if turn.status == "running" and (not job or turn.id != job.turn_id)}
+            if orphans <= seen:
+                return chat, turns, job
+            seen = orphans
+            await self._replies.started(chat_id)
+
     async def _start(self, user: str, chat_id: str, start: Callable[[ChatRow], Awaitable[Job]]) -> Job:
         """`start(chat)`, alone for this chat. Whose chat it is comes first: "busy" would tell that it exists."""
-        with _found(chat_id):
+        with _worded(chat_id):
             await self._store.chat(_user(user), chat_id)
 
             async def alone() -> Job:
@@ -234,14 +250,16 @@ class ChatService:
 
 
 @contextmanager
-def _found(chat_id: object) -> Iterator[None]:
-    """Says NotFound of the store in the page's words."""
+def _worded(chat_id: object) -> Iterator[None]:
+    """Says what the store raises in the page's words."""
     if not isinstance(chat_id, str):
         raise ChatNotFound("this chat does not exist")
     try:
         yield
     except NotFound as error:
         raise ChatNotFound("this chat or message does not exist; it may have been deleted") from error
+    except sqlite3.OperationalError as error:
+        raise ChatError(f"the database could not be used ({error}); nothing was changed") from error
 
 
 def _user(user: object) -> str:

@@ -20,7 +20,8 @@ class BlankMessage(ChatError):
 
 
 class ModelNotReady(ChatError):
-    """The model is still loading, failed to, or died; the text says which, with stage and percent or the cause."""
+    """The model cannot answer now: it is loading (the text has stage and percent), failed to, died, or its queue is
+    full."""
 
 
 class ContextFull(ChatError):

@@ -17,6 +17,8 @@ from app.records import TurnRow, full_ids
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
 
+MAX_UNSEEN_IDS = 64
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -52,7 +54,8 @@ def build_prompt(
     limit: tokens that prompt and output may take together. Raises ContextFull where the prompt leaves no room for
     one token; with settings.leave_out_older the oldest turns are dropped first.
     """
-    branch = [without_unseen_ids(turn, tokenizer) for turn in branch]
+    # A reply that ended stands with every id it has, so that all its blocks are found again.
+    branch = [without_unseen_ids(turn, tokenizer) if turn.status == "cut" else turn for turn in branch]
     reply_ids: list[int] = []
     if unfinished is not None:
         unfinished = without_unseen_ids(unfinished, tokenizer)
@@ -90,14 +93,15 @@ def build_prompt(
 
 
 def without_unseen_ids(turn: TurnRow, tokenizer: Tokenizer) -> TurnRow:
-    """A reply cut by the server's death may hold ids whose text was still held back (half a character, the
-    beginning of a stop string) and was never shown: what the reader did not see is not part of the chat."""
-    if turn.role != "assistant" or turn.status != "cut" or turn.fingerprint != tokenizer.fingerprint:
+    """The reply without trailing ids whose text was held back and never shown: half a character, and where the server
+    died in mid-reply also the beginning of a stop string. Going on from them would lose the character."""
+    if turn.role != "assistant" or turn.fingerprint != tokenizer.fingerprint:
         return turn
-    ids = list(turn.reply)
-    while ids and len(tokenizer.decode(ids)) > len(turn.text):
-        ids.pop()
-    return replace(turn, reply=ids)
+    for dropped in range(min(MAX_UNSEEN_IDS, len(turn.reply)) + 1):
+        ids = turn.reply[: len(turn.reply) - dropped]
+        if len(tokenizer.decode(ids)) <= len(turn.text):
+            return replace(turn, reply=ids)
+    return turn
 
 
 def _messages(tokenizer: Tokenizer, branch: Sequence[TurnRow], system_prompt: str) -> list[dict[str, Any]]:

@@ -42,6 +42,11 @@ class Replies:
         """The chat's running job."""
         return self._jobs.get(chat_id)
 
+    async def started(self, chat_id: str) -> None:
+        """Wait until a job that is about to start has started, or was refused."""
+        if starting := self._starting.get(chat_id):
+            await asyncio.wait([starting])
+
     async def start(self, chat_id: str, starter: Callable[[], Coroutine[Any, Any, Job]]) -> Job:
         """Run `starter` as the only one for this chat; ChatBusy while another runs or answers. It goes on when the
         caller goes away in the middle: turns that were written need their job."""
@@ -56,8 +61,7 @@ class Replies:
 
     async def stop(self, chat_id: str, cut_by: str) -> Job | None:
         """Stop the chat's job, also one that is about to start, and return it; None if nothing runs."""
-        if starting := self._starting.get(chat_id):
-            await asyncio.wait([starting])
+        await self.started(chat_id)
         job = self._jobs.get(chat_id)
         if job is not None:
             job.stop(cut_by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 
@@ -11,7 +12,7 @@ from app.chat import BlankMessage, ChatBusy, ChatError, ChatNotFound, ChatServic
 from app.records import full_ids
 from app.store import Store
 from engine.engine_thread import QueueFull
-from tests.app.scripted_engine import CHATML_WITHOUT_OLD_THOUGHTS, Script, ScriptedEngine, byte_tokenizer
+from tests.app.scripted_engine import CHATML, CHATML_WITHOUT_OLD_THOUGHTS, Script, ScriptedEngine, byte_tokenizer
 
 
 @pytest.fixture
@@ -91,6 +92,23 @@ async def test_a_rewritten_history_is_reported_with_its_first_differing_token(st
     # And what was sent is still rebuilt exactly.
     path = await store.path("ann", chat, second.turn_id)
     assert full_ids(path) == engine.requests[1][0] + engine.tokenizer.encode("No.")
+
+
+async def test_an_empty_think_block_that_the_template_drops_later_is_reported_likewise(store):
+    template = CHATML_WITHOUT_OLD_THOUGHTS.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}",
+    )
+    engine = ScriptedEngine(tokenizer=byte_tokenizer(template), scripts=[Script("Yes.")])
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+    await chats.change_settings("ann", chat, thinking=False)
+    await (await chats.send("ann", chat, "q")).wait()
+    first = engine.requests[0][0]
+    assert engine.tokenizer.decode(first).endswith("assistant\n<think></think>")
+    figures = (await (await chats.send("ann", chat, "r")).wait()).figures
+    assert figures.reused_prefix == figures.diverged_at == len(first) - len("<think></think>")
+    assert figures.diverged_token == "Y" and figures.stored_before == len(first) + len("Yes.")
 
 
 async def test_replies_of_another_model_are_encoded_anew_and_counted(store):
@@ -181,6 +199,19 @@ async def test_continue_sends_the_prompt_and_the_reply_so_far_and_the_same_turn_
     assert not (await chats.open_chat("ann", chat)).turns[-1].can_continue
     with pytest.raises(ChatError, match="cannot go on"):
         await chats.continue_reply("ann", chat, first.turn_id)
+
+
+async def test_a_reply_cut_by_its_limit_in_the_middle_of_a_character_continues_with_the_whole_character(store):
+    engine = ScriptedEngine(scripts=[Script("a 🙂!"), Script("🙂!")])
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+    await chats.change_settings("ann", chat, max_tokens=4)
+    first = await (await chats.send("ann", chat, "q")).wait()
+    assert first.text == "a " and first.figures.output_tokens == 4
+    await chats.change_settings("ann", chat, max_tokens=50)
+    final = await (await chats.continue_reply("ann", chat, first.turn_id)).wait()
+    assert final.text == "a 🙂!"
+    assert engine.requests[1][0] == engine.requests[0][0] + engine.tokenizer.encode("a ")
 
 
 async def test_a_reply_that_the_chat_went_past_cannot_grow(store):
@@ -343,6 +374,19 @@ async def test_while_the_model_loads_a_send_is_refused_with_stage_and_percent(st
     assert await said(chats, chat) == []
 
 
+async def test_a_full_disk_refuses_a_send_in_words_and_leaves_nothing(store):
+    chats = ChatService(store, ScriptedEngine(max_model_len=1_000_000))
+    chat = await chats.new_chat("ann")
+    set_pages = "PRAGMA max_page_count={}"
+    pages = store._db.write(lambda db: db.execute("PRAGMA page_count").fetchone()[0]).result()
+    store._db.write(lambda db: db.execute(set_pages.format(pages + 2))).result()
+    with pytest.raises(ChatError, match="full"):
+        await chats.send("ann", chat, "x" * 50_000)
+    assert await said(chats, chat) == []
+    store._db.write(lambda db: db.execute(set_pages.format(1 << 30))).result()
+    await (await chats.send("ann", chat, "x" * 50_000)).wait()
+
+
 async def test_no_call_of_another_user_finds_the_chat_even_while_it_answers(store):
     engine = ScriptedEngine(scripts=[Script("x", end="hang")])
     chats = ChatService(store, engine)
@@ -460,3 +504,51 @@ async def test_a_file_that_is_no_exported_chat_is_refused_naming_what_is_wrong(s
     with pytest.raises(ValueError, match=complaint):
         await chats.import_chat("ann", change(data))
     assert len(await chats.list_chats("ann")) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_is_done_to_a_chat_the_stored_ids_are_what_the_engine_saw_and_said(store, seed):
+    """Random sends, edits, retries, stops, continues, branches and changes of settings and model."""
+    rng = random.Random(seed)
+    template = CHATML_WITHOUT_OLD_THOUGHTS if seed % 2 else CHATML
+    engine = ScriptedEngine(tokenizer=byte_tokenizer(template), max_model_len=1500)
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+    await chats.change_settings("ann", chat, leave_out_older=True)
+    truth: dict[int, list[int]] = {}
+    for step in range(30):
+        turns = (await chats.open_chat("ann", chat)).turns
+        act = rng.choice(["send", "send", "edit", "retry", "continue", "branch", "settings", "model"])
+        engine.scripts = [Script(rng.choice(["Yes.", "<think>hm</think>No.", "It is 🙂 so.", "a STOP b", ""]))]
+        engine.scripts[0].end = rng.choice(["stop", "stop", "error", "hang"])
+        job = None
+        if act == "send" or not turns:
+            job = await chats.send("ann", chat, f"message {step} " * rng.randint(1, 8))
+        elif act == "edit":
+            job = await chats.edit("ann", chat, rng.choice(turns[::2]).id, f"edited {step}")
+        elif act == "retry":
+            job = await chats.retry("ann", chat, rng.choice(turns).id)
+        elif act == "continue" and turns[-1].can_continue:
+            job = await chats.continue_reply("ann", chat, turns[-1].id)
+        elif act == "branch":
+            await chats.open_branch("ann", chat, rng.choice(rng.choice(turns).siblings))
+        elif act == "settings":
+            stop, prompt = rng.choice([(), ("STOP",)]), rng.choice(["", "Be kind."])
+            await chats.change_settings("ann", chat, stop=stop, system_prompt=prompt, max_tokens=rng.randint(1, 20))
+        elif act == "model":
+            engine.tokenizer = byte_tokenizer(template, fingerprint=rng.choice(["bytes", "other"]))
+        if job is None:
+            continue
+        if engine.scripts[0].end == "hang":
+            await asyncio.sleep(0.02)
+            job.stop()
+        final = await job.wait()
+        row = (await store.path("ann", chat, final.turn_id))[-1]
+        new = row.reply[len(row.reply) - final.figures.output_tokens :]
+        truth[final.turn_id] = engine.requests[-1][0] + list(new)
+        # A limit may fall into the middle of a character: its bytes are kept, and not shown.
+        assert engine.tokenizer.decode(row.reply).removesuffix("\ufffd") == row.text == final.text
+        assert len(engine.requests[-1][0]) < engine.max_model_len
+    assert len(truth) > 8
+    for turn_id, ids in truth.items():
+        assert full_ids(await store.path("ann", chat, turn_id)) == ids

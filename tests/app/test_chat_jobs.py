@@ -165,6 +165,41 @@ async def test_an_open_chat_shows_its_running_reply_as_it_is_now(store):
     await chats.shutdown()
 
 
+async def test_a_chat_opened_while_its_reply_starts_or_ends_never_shows_it_as_cut(store):
+    engine = ScriptedEngine(scripts=[Script("whole reply")])
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+
+    async def look() -> list[str]:
+        seen = []
+        while not stop.is_set():
+            seen += [t.status for t in (await chats.open_chat("ann", chat)).turns]
+        return seen
+
+    for _ in range(10):
+        stop = asyncio.Event()
+        watchers = [asyncio.create_task(look()) for _ in range(3)]
+        await (await chats.send("ann", chat, "q")).wait()
+        stop.set()
+        assert set(itertools.chain(*await asyncio.gather(*watchers))) <= {"done", "running"}
+
+
+async def test_rows_read_before_a_reply_ended_are_read_again(store):
+    _, chats, chat, job = await begun(store, Script("x", end="hang"))
+    real_read = store.chat_and_turns
+
+    async def read_then_end(*args):
+        rows = await real_read(*args)
+        job.stop()
+        await job.wait()
+        return rows
+
+    store.chat_and_turns = read_then_end
+    view = await chats.open_chat("ann", chat)
+    assert view.job is None
+    assert (view.turns[-1].status, view.turns[-1].text, view.turns[-1].can_continue) == ("stopped", "x", True)
+
+
 async def test_the_partial_text_is_on_disk_within_two_seconds(store):
     _, chats, chat, job = await begun(store, LONG)
     await asyncio.sleep(2)
@@ -265,9 +300,10 @@ async def test_phases_go_from_waiting_to_done(store):
     assert phases[0] == "waiting" and "decode" in phases and phases[-1] == "done"
 
 
-async def test_ids_whose_text_was_held_back_when_the_server_died_are_not_sent_again(tmp_path):
+@pytest.mark.parametrize("continued", [True, False])
+async def test_ids_whose_text_was_held_back_when_the_server_died_are_not_sent_again(tmp_path, continued):
     store = Store(tmp_path)
-    engine, chats, chat, job = await begun(store, Script("a 🙂"[:2] + "🙂", pace=0.0, end="hang"))
+    engine, chats, chat, job = await begun(store, Script("a 🙂", end="hang"))
     await until(lambda: "🙂" in job.snapshot().text)
     # As the last save of a dying server may leave it: two of the four bytes of the character, none of it shown.
     row = (await store.path("ann", chat, job.turn_id))[-1]
@@ -278,7 +314,13 @@ async def test_ids_whose_text_was_held_back_when_the_server_died_are_not_sent_ag
     store = Store(tmp_path)
     engine.scripts = [Script("🙂!")]
     chats = ChatService(store, engine)
-    final = await (await chats.continue_reply("ann", chat, job.turn_id)).wait()
-    assert final.text == "a 🙂!"
-    assert engine.requests[-1][0][-2:] == engine.tokenizer.encode("a ")
+    if continued:
+        final = await (await chats.continue_reply("ann", chat, job.turn_id)).wait()
+        assert final.text == "a 🙂!"
+        assert engine.requests[-1][0][-2:] == engine.tokenizer.encode("a ")
+    else:
+        final = await (await chats.send("ann", chat, "next")).wait()
+        sent = engine.tokenizer.decode(engine.requests[-1][0], skip_special_tokens=False)
+        assert "<|im_start|>assistant\na <|im_end|>\n<|im_start|>user\nnext" in sent
+    assert final.figures.reused_prefix == final.figures.stored_before
     store.close()

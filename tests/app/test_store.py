@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+import time
 
 import pytest
 
@@ -179,6 +180,8 @@ async def test_a_write_that_fails_leaves_nothing_of_itself_and_the_next_one_work
 
 async def test_a_write_goes_through_though_its_caller_was_cancelled(store):
     chat = await store.create_chat("ann")
+    # The writer is busy: the next write waits in the queue, where a cancellation could take it out.
+    store._db.write(lambda db: time.sleep(0.2))
     task = asyncio.create_task(store.add_turns("ann", chat, [user_turn("said")]))
     await asyncio.sleep(0)
     task.cancel()
