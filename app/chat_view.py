@@ -86,11 +86,10 @@ def _running(snapshot: JobSnapshot) -> list[dict[str, Any]]:
 
 
 def _progress(snapshot: JobSnapshot) -> str:
+    prefill = f"prefill {snapshot.computed_tokens:,} / {snapshot.prompt_tokens:,}" if snapshot.prompt_tokens else ""
     if snapshot.phase == "waiting":
-        return "waiting for a place in the batch…"
-    if snapshot.phase == "prefill" and snapshot.prompt_tokens:
-        return f"prefill {snapshot.computed_tokens:,} / {snapshot.prompt_tokens:,}"
-    return "…"
+        return f"waiting for the engine… {prefill}"
+    return prefill if snapshot.phase == "prefill" and prefill else "…"
 
 
 def _links(turn: TurnView, asked: TurnView | None) -> str:

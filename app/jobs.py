@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -131,7 +131,7 @@ class Job:
             unsaved=self._unsaved,
         )
 
-    async def watch(self) -> AsyncIterator[JobSnapshot]:
+    async def watch(self) -> AsyncGenerator[JobSnapshot, None]:
         """`async for snapshot in job.watch()`: the present state at once, then changes at most UPDATES_PER_SECOND
         times a second, the last one with done=True. Any number may watch; leaving ends nothing. On a finished job
         it yields the final snapshot and ends."""

@@ -26,16 +26,20 @@ LATEX = [
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
 ]
-# Runs in the browser before an event is sent: the first argument becomes the browser's id.
+# These run in the browser before an event is sent: the first argument becomes the browser's id, and with TARGET the
+# second one the chat that the reader picked last, which the page may not show yet.
 IDENTIFY = "(user, ...rest) => [window.pageturn.user(), ...rest]"
+TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.open, ...rest]"
 ADDRESS = "() => [window.pageturn.user(), window.pageturn.chatInAddress()]"
 
 
 @dataclass
 class Page:
-    """The components that events read and change."""
+    """The components that events read and change. user and target are filled by the browser alone; chat is the id of
+    the chat shown ("": a new one), first the id of its oldest turn shown."""
 
     user: gr.Textbox
+    target: gr.Textbox
     chat: gr.Textbox
     first: gr.Textbox
     chat_list: gr.HTML
@@ -67,6 +71,7 @@ def build_ui(chats: Any, engine: Any, settings: Any) -> tuple[gr.Blocks, dict[st
 
 def _layout() -> Page:
     user = gr.Textbox(visible="hidden", elem_id="user")
+    target = gr.Textbox(visible="hidden", elem_id="picked-chat")
     chat = gr.Textbox(visible="hidden", elem_id="open-chat")
     first = gr.Textbox(visible="hidden", elem_id="first-turn")
     gr.HTML(
@@ -129,7 +134,7 @@ def _layout() -> Page:
         with gr.Column(elem_id="panel-column"):
             panel = kv_panel()
     return Page(
-        user, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
+        user, target, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
     )
 
 
@@ -141,24 +146,27 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
         options = {"trigger_mode": "multiple", "concurrency_limit": None, "show_progress": "hidden", "outputs": outputs}
         listener(handler, inputs=[page.user, *inputs], js=js, api_visibility="private", **(options | kwargs))
 
-    on(demo.load, events.open_address, page.chat, js=ADDRESS)
+    on(demo.load, events.open_address, page.target, js=ADDRESS)
     on(page.new_chat.click, events.new)
-    on(page.message.submit, events.send, page.chat, page.message, *page.form)
+    on(page.message.submit, events.send, page.target, page.chat, page.message, *page.form, js=TARGET)
     on(page.stop.click, events.stop, page.chat, outputs=None)
     on(page.older.click, events.load_older, page.chat, page.first)
-    on(page.chatbot.edit, events.edit, page.chat, page.first)
-    on(page.chatbot.retry, events.retry, page.chat, page.first)
+    on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form)
+    on(page.chatbot.retry, events.retry, page.chat, page.first, *page.form)
     on(page.chat_list.pick, events.pick)
-    on(page.chat_list.rename, events.rename, page.chat)
+    on(page.chat_list.rename, events.rename)
     on(page.chat_list.remove, events.remove, page.chat)
-    on(page.chat_list.search, events.search, page.chat, trigger_mode="always_last")
+    on(page.chat_list.search, events.search)
     on(page.chat_list.export_chat, events.export, page.chat)
-    on(page.chat_list.import_chat, events.bring_in, page.chat)
-    on(page.chat_list.act, events.act, page.chat)
-    on(page.chat_list.resync, events.resync, page.chat)
+    on(page.chat_list.import_chat, events.bring_in)
+    on(page.chat_list.act, events.act, page.chat, *page.form)
+    on(page.chat_list.resync, events.open_address, page.target, js=TARGET)
     page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")
+    # "input" alone misses the first change after the server has set a text box.
     for control in page.form:
-        on(control.input, events.change_setting, page.chat, *page.form, trigger_mode="always_last")
+        for event in ("input", "blur", "release"):
+            if event in {str(known) for known in control.EVENTS}:
+                on(getattr(control, event), events.change_setting, page.chat, *page.form, trigger_mode="always_last")
     page.preset.input(
         lambda name: PRESETS.get(name, ""), page.preset, page.form[0], api_visibility="private", show_progress="hidden"
     ).then(

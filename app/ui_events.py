@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -68,15 +68,9 @@ class PageEvents:
 
     # -- opening -----------------------------------------------------------------------------------------------
     async def open_address(self, request: gr.Request, user: str, address: str) -> AsyncIterator[Updates]:
-        """The page was loaded, or found its connection again: show the chat in its address."""
+        """The page was loaded, or found its connection again: show the chat that it names."""
         who = self._who(request, user)
         async for updates in self._show(request, who, _text(address)):
-            yield updates
-
-    async def resync(self, request: gr.Request, user: str, chat: str) -> AsyncIterator[Updates]:
-        """Show the open chat as the server has it."""
-        who = self._who(request, user)
-        async for updates in self._show(request, who, _text(chat)):
             yield updates
 
     async def pick(self, request: gr.Request, event: gr.EventData, user: str) -> AsyncIterator[Updates]:
@@ -98,19 +92,24 @@ class PageEvents:
 
     # -- answering ---------------------------------------------------------------------------------------------
     async def send(
-        self, request: gr.Request, user: str, chat: str, text: str, *form: Any
+        self, request: gr.Request, user: str, target: str, chat: str, text: str, *form: Any
     ) -> AsyncIterator[Updates]:
-        """Send the message box's text with the settings as the page shows them."""
-        who, chat, text = self._who(request, user), _text(chat), _text(text)
+        """Send the message box's text to chat `target` ("": a new one), which the reader may have picked so lately
+        that the page still shows `chat`. The settings shown are `chat`'s: they count only where the two are one."""
+        who, text, shown = self._who(request, user), _text(text), _text(chat)
+        chat = _text(target)
+        if chat != shown:
+            form = ()
         if not text.strip():
             yield self._nothing()
             return
 
         async def start() -> str:
-            settings = self._form(form)
+            if form:
+                self._form(form)  # a wrong setting is refused before a chat is made
             target = chat or await self.chats.new_chat(who)
             try:
-                await self.chats.change_settings(who, target, **asdict(settings))
+                await self._keep_settings(who, target, form)
                 await self.chats.send(who, target, text)
             except ValueError:
                 if not chat:  # a refused first message leaves no empty chat behind
@@ -118,37 +117,42 @@ class PageEvents:
                 raise
             return target
 
-        async for updates in self._answer(request, who, chat, start, sent=chat):
+        async for updates in self._answer(request, who, start, sent=chat):
             yield updates
 
     async def edit(
-        self, request: gr.Request, event: gr.EditData, user: str, chat: str, first: str
+        self, request: gr.Request, event: gr.EditData, user: str, chat: str, first: str, *form: Any
     ) -> AsyncIterator[Updates]:
         """Answer an edited message of the user's, beside the old one."""
         who, chat = self._who(request, user), _text(chat)
 
         async def start() -> str:
             turn = await self._turn_at(who, chat, first, event.index, "user", event.previous_value)
+            await self._keep_settings(who, chat, form)
             await self.chats.edit(who, chat, turn, _plain(event.value))
             return chat
 
-        async for updates in self._answer(request, who, chat, start):
+        async for updates in self._answer(request, who, start):
             yield updates
 
     async def retry(
-        self, request: gr.Request, event: gr.RetryData, user: str, chat: str, first: str
+        self, request: gr.Request, event: gr.RetryData, user: str, chat: str, first: str, *form: Any
     ) -> AsyncIterator[Updates]:
         """Answer the last message again, beside the old reply."""
         who, chat = self._who(request, user), _text(chat)
 
         async def start() -> str:
-            await self.chats.retry(who, chat, await self._turn_at(who, chat, first, event.index, "user", event.value))
+            turn = await self._turn_at(who, chat, first, event.index, "user", event.value)
+            await self._keep_settings(who, chat, form)
+            await self.chats.retry(who, chat, turn)
             return chat
 
-        async for updates in self._answer(request, who, chat, start):
+        async for updates in self._answer(request, who, start):
             yield updates
 
-    async def act(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> AsyncIterator[Updates]:
+    async def act(
+        self, request: gr.Request, event: gr.EventData, user: str, chat: str, *form: Any
+    ) -> AsyncIterator[Updates]:
         """A link under a reply: continue or regenerate it, or open another branch."""
         who, chat = self._who(request, user), _text(chat)
         actions: dict[str, Callable[[str, str, int], Awaitable[Any]]] = {
@@ -161,10 +165,11 @@ class PageEvents:
             raise gr.Error(f"{event.kind!r} is not something a reply can do", print_exception=False)
 
         async def start() -> str:
+            await self._keep_settings(who, chat, form)
             await action(who, chat, _turn_id(event.turn))
             return chat
 
-        async for updates in self._answer(request, who, chat, start):
+        async for updates in self._answer(request, who, start):
             yield updates
 
     async def stop(self, request: gr.Request, user: str, chat: str) -> None:
@@ -172,21 +177,20 @@ class PageEvents:
         await self.chats.stop(self._who(request, user), _text(chat))
 
     # -- the list of chats ---------------------------------------------------------------------------------------
-    async def rename(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> Updates:
+    async def rename(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who = self._who(request, user)
-        return await self._listed(who, chat, self.chats.rename(who, _text(event.id), _text(event.title)))
+        return await self._listed(who, self.chats.rename(who, _text(event.id), _text(event.title)))
 
     async def remove(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> AsyncIterator[Updates]:
         who, gone = self._who(request, user), _text(event.id)
-        updates = await self._listed(who, "" if gone == chat else chat, self.chats.delete_chat(who, gone))
-        yield updates
+        yield await self._listed(who, self.chats.delete_chat(who, gone))
         if gone == chat:
             async for blank in self._show(request, who, ""):
                 yield blank
 
-    async def search(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> Updates:
+    async def search(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who, text = self._who(request, user), _text(event.text)
-        value = await self._list(who, _text(chat))
+        value = await self._list(who)
         found = await self.chats.search(who, text)
         return {self.page.chat_list: {**value, "query": text, "found": [_row(info) for info in found]}}
 
@@ -195,11 +199,11 @@ class PageEvents:
         view = await self.chats.open_chat(who, _text(chat))
         text = json.dumps(await self.chats.export_chat(who, view.id), ensure_ascii=False, indent=1)
         name = re.sub(r"[^\w\- ]+", "", view.title).strip()[:60] or "chat"
-        value = await self._list(who, view.id)
+        value = await self._list(who)
         return {self.page.chat_list: {**value, "download": {"name": f"{name}.json", "text": text, "at": time.time()}}}
 
-    async def bring_in(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> AsyncIterator[Updates]:
-        who, chat = self._who(request, user), _text(chat)
+    async def bring_in(self, request: gr.Request, event: gr.EventData, user: str) -> AsyncIterator[Updates]:
+        who = self._who(request, user)
 
         async def start() -> str:
             try:
@@ -208,7 +212,7 @@ class PageEvents:
                 raise ChatError(f"That file is not JSON ({error}); choose one that Export wrote.") from None
             return await self.chats.import_chat(who, data)
 
-        async for updates in self._answer(request, who, chat, start):
+        async for updates in self._answer(request, who, start):
             yield updates
 
     # -- settings ----------------------------------------------------------------------------------------------
@@ -216,12 +220,17 @@ class PageEvents:
         """Keep the settings as the page shows them; those of a new chat are kept by its first message."""
         who, chat = self._who(request, user), _text(chat)
         try:
-            settings = self._form(form)
+            self._form(form)
             if chat:
-                await self.chats.change_settings(who, chat, **asdict(settings))
+                await self._keep_settings(who, chat, form)
         except ValueError as error:
             return {self.page.notice: self._notice(f"Not kept: {error}")}
         return {self.page.notice: self._notice("")}
+
+    async def _keep_settings(self, who: str, chat: str, form: tuple[Any, ...]) -> None:
+        """Keep the settings as the page shows them (none: leave the chat's as they are)."""
+        if form:
+            await self.chats.change_settings(who, chat, **asdict(self._form(form)))
 
     def load_again(self) -> None:
         self._retry_load()
@@ -231,7 +240,6 @@ class PageEvents:
         self,
         request: gr.Request,
         who: str,
-        chat: str,
         start: Callable[[], Awaitable[str]],
         sent: str | None = None,
     ) -> AsyncIterator[Updates]:
@@ -280,12 +288,15 @@ class PageEvents:
             page.chat: view.id if view else "",
             page.first: str(first),
             page.older: gr.update(visible=rendered.hidden > 0, value=f"Load older ({rendered.hidden} more)"),
-            page.chat_list: await self._list(who, view.id if view else "", view.title if view else "", sent=sent),
+            page.chat_list: await self._list(who) | {"open": view.id if view else "", "sent": sent},
         }
         if sent is not None:
             whole[page.message] = ""
         if notice is not None:
             whole[page.notice] = self._notice(notice)
+        if not self._has_tab(request, mine):
+            yield self._nothing()
+            return
         yield whole
         if view is not None and view.job is not None:
             async with aclosing(self._follow(view, first)) as updates:
@@ -301,21 +312,18 @@ class PageEvents:
         except ChatNotFound:  # deleted while it answered; the deletion shows a blank page
             yield self._nothing()
             return
-        listed = await self._list(who, view.id, view.title)
-        yield self._body(view, chat_view.render(view, first)) | {page.chat_list: listed}
+        yield self._body(view, chat_view.render(view, first)) | {page.chat_list: await self._list(who)}
 
-    async def _follow(self, view: ChatView, first: int) -> AsyncIterator[Updates]:
+    async def _follow(self, view: ChatView, first: int) -> AsyncGenerator[Updates, None]:
         assert view.job is not None
-        page, panel_at = self.page, 0.0
+        page, panel_at, panel = self.page, 0.0, {}
         async with aclosing(view.job.watch()) as snapshots:
             async for snapshot in snapshots:
                 if snapshot.done:
                     return
-                updates: Updates = {page.chatbot: chat_view.render(view, first, snapshot).messages}
                 if time.monotonic() - panel_at >= PANEL_SECONDS or snapshot.phase != "decode":
-                    panel_at = time.monotonic()
-                    updates[page.panel] = self._panel(view, snapshot)
-                yield updates
+                    panel_at, panel = time.monotonic(), self._panel(view, snapshot)
+                yield {page.chatbot: chat_view.render(view, first, snapshot).messages, page.panel: panel}
 
     def _body(self, view: ChatView | None, rendered: chat_view.Rendered) -> Updates:
         snapshot = view.job.snapshot() if view and view.job else None
@@ -330,19 +338,19 @@ class PageEvents:
     def _panel(self, view: ChatView | None, snapshot: JobSnapshot | None) -> dict[str, Any]:
         return panel_value(view, snapshot, self._prefill_rate())
 
-    async def _list(self, who: str, chat: str, title: str = "", sent: str | None = None) -> dict[str, Any]:
-        rows = [_row(info) for info in await self.chats.list_chats(who)]
-        title = title or next((row["title"] for row in rows if row["id"] == chat), "")
-        return {"open": chat, "title": title, "chats": rows, "sent": sent}
+    async def _list(self, who: str) -> dict[str, Any]:
+        """The value of the list of chats. Only an event that shows a chat adds its id as "open", with "sent": the id
+        under which the page kept the draft that was sent (None: none was)."""
+        return {"chats": [_row(info) for info in await self.chats.list_chats(who)]}
 
-    async def _listed(self, who: str, chat: str, change: Awaitable[Any]) -> Updates:
+    async def _listed(self, who: str, change: Awaitable[Any]) -> Updates:
         """Do a change to the list of chats and show the list; a refusal is said."""
         notice = ""
         try:
             await change
         except ValueError as error:
             notice = str(error)
-        return {self.page.chat_list: await self._list(who, _text(chat)), self.page.notice: self._notice(notice)}
+        return {self.page.chat_list: await self._list(who), self.page.notice: self._notice(notice)}
 
     def _notice(self, text: str) -> dict[str, Any]:
         """The notice's value; the number makes the same words twice two notices."""

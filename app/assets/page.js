@@ -27,14 +27,19 @@
 
   // -- address -------------------------------------------------------------------------------------------------
   pageturn.chatInAddress = () => new URLSearchParams(location.search).get("chat") ?? "";
-  function showInAddress(chat, title, replace) {
-    document.title = title ? `${title} – PageTurn` : "PageTurn";
+  function showInAddress(chat, replace) {
     if (chat === pageturn.chatInAddress()) return;
     const url = new URL(location.href);
     if (chat) url.searchParams.set("chat", chat); else url.searchParams.delete("chat");
     history[replace ? "replaceState" : "pushState"](null, "", url);
   }
-  window.addEventListener("popstate", () => pageturn.send("pick", { id: pageturn.chatInAddress() }));
+  window.addEventListener("popstate", () => pick(pageturn.chatInAddress()));
+  // What is picked counts at once, for a message that is sent before the page shows it.
+  function pick(id) {
+    pageturn.open = id;
+    pageturn.send("pick", { id });
+  }
+  document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) pageturn.open = ""; }, true);
 
   // -- drafts: kept per chat until sent, through refusals and reloads --------------------------------------------
   const draftKey = (chat) => `pageturn-draft:${chat}`;
@@ -64,35 +69,39 @@
       clearTimeout(timer);
       timer = setTimeout(() => trigger("search", { text: search.value }), 200);
     });
-    element.querySelector(".pt-export").addEventListener("click", () => trigger("export_chat", { id: pageturn.open }));
+    element.querySelector(".pt-export").addEventListener("click", () => trigger("export_chat", {}));
     const file = element.querySelector("input[type=file]");
     element.querySelector(".pt-import").addEventListener("click", () => file.click());
     file.addEventListener("change", async () => {
       if (file.files[0]) trigger("import_chat", { text: await file.files[0].text() });
       file.value = "";
     });
-    let first = true;
+    let first = true, shown = null;
     const show = () => {
       const value = props.value;
       if (!value) return;
-      const moved = value.open !== pageturn.open;
-      pageturn.open = value.open;
-      if (value.sent !== undefined && value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
-      if (moved || first) restoreDraft();
-      showInAddress(value.open, value.title, first || value.sent === "");
-      first = false;
-      element.querySelector(".pt-export").disabled = !value.open;
+      if (value.open !== undefined) {
+        const moved = value.open !== shown;
+        pageturn.open = shown = value.open;
+        if (value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
+        if (moved) restoreDraft();
+        if (moved && narrow.matches) document.body.classList.remove("pt-sidebar-open");
+        showInAddress(value.open, first || value.sent === "");
+        first = false;
+      }
+      const open = value.chats.find((chat) => chat.id === shown);
+      document.title = open ? `${open.title} – PageTurn` : "PageTurn";
+      element.querySelector(".pt-export").disabled = !shown;
       const found = search.value.trim() && value.query === search.value ? value.found : value.chats;
-      list.replaceChildren(...found.map((chat) => row(chat, chat.id === value.open, trigger)));
+      list.replaceChildren(...found.map((chat) => row(chat, chat.id === shown, trigger)));
       if (!found.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
-      if (moved && narrow.matches) document.body.classList.remove("pt-sidebar-open");
       if (value.download) download(value.download);
     };
     watch("value", show);
     show();
   };
   function row(chat, isOpen, trigger) {
-    const pick = el("button", { className: "pt-pick", title: chat.title, onclick: () => trigger("pick", { id: chat.id }) },
+    const pick = el("button", { className: "pt-pick", title: chat.title, onclick: () => pick(chat.id) },
       el("span", { className: "pt-title", textContent: chat.title }));
     if (chat.answering) pick.append(el("span", { className: "pt-answering", title: "answering", textContent: "●" }));
     if (chat.snippet) pick.append(el("small", { textContent: chat.snippet }));
@@ -164,7 +173,7 @@
     const becameReady = stat?.ready && pageturn.stat && !pageturn.stat.ready;
     pageturn.stat = stat;
     for (const listener of pageturn.listeners) listener(stat, lost);
-    if (becameReady) pageturn.send?.("resync", { address: pageturn.open });
+    if (becameReady) pageturn.send?.("resync", {});
   };
 
   // -- reconnection: after a break, ask for the present state once the server answers -----------------------------

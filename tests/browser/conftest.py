@@ -52,8 +52,9 @@ def cable(server: Server) -> Iterator[Cable]:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
     """Per module: Playwright's synchronous API keeps an event loop running, which asyncio tests would trip over."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=30_000)  # a test machine may be busy; what must be quick is timed by its test
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=LAUNCH_ARGS)
         yield browser

@@ -148,7 +148,9 @@ def test_chats_are_renamed_and_found_by_title_and_text(server, profile):
     page.keyboard.press("Enter")
     expect(page.locator(".pt-title")).to_have_text("Vegetables ${7*7} `x` <b>bold</b>")
     page.locator("#new-chat").click()
-    ask(page, "Something else altogether.")
+    send(page, "Something else altogether.")  # before the page shows the new chat: it must not land in the old one
+    expect(page.locator("#chat .user")).to_have_text("Something else altogether.")
+    expect(page.locator(".pt-chat")).to_have_count(2)
     for words, found in (("AUBERGINE", 1), ("vegetables", 1), ("100%", 0), ("", 2)):
         page.locator(".pt-search").fill(words)
         expect(page.locator(".pt-chat")).to_have_count(found)
@@ -233,5 +235,5 @@ def test_a_long_prefill_shows_its_progress_within_a_second(server, profile):
     message_box(page).press("Enter")
     sent = time.monotonic()
     expect(page.locator("#chat .pt-pending")).to_have_text(re.compile(r"prefill [\d,]+ / [4-6],\d{3}"))
-    assert time.monotonic() - sent < 3  # a second, and what the test machine is busy with otherwise
+    assert time.monotonic() - sent < 3  # a second on a machine that is not busy
     wait_for_replies(page, 1)
