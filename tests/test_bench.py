@@ -1,0 +1,119 @@
+"""bench.py as it is called: what it refuses, what it measures, what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import bench
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW_KEYS = {
+    *("workload", "metric", "unit", "engine", "model", "tp", "dtype", "kv_dtype", "speculation", "card"),
+    *("median", "runs"),
+}
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "bench.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def tiny(make_tiny_model: Callable[..., Path]) -> str:
+    """Every id below 10,000 is in its vocabulary and the longest chat fits its context."""
+    return str(make_tiny_model("llama", vocab_size=10001, max_position_embeddings=2304))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--engine", "pageturn,abacus"], "'abacus'"),
+        (["--workload", "decode_b1,decode_b7"], "'decode_b7'"),
+        (["--runs", "0"], "--runs 0"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at"),
+        (["--device", "cpu", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_one_line_and_exit_code_2(arguments: list[str], word: str) -> None:
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"my": "notes"}')
+    assert call("--json", str(file)).returncode == 2
+    assert file.read_text() == '{"my": "notes"}'
+
+
+def test_two_calls_with_one_file_give_the_rows_of_both(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    common = ["--device", "cpu", "--model", tiny, "--runs", "2", "--json", str(file)]
+    first = call(*common, "--engine", "pageturn,transformers", "--workload", "ttft_turn2")
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = call(*common, "--workload", "load")
+    assert second.returncode == 0, second.stdout + second.stderr
+
+    content = json.loads(file.read_text())
+    assert content.keys() == {"date", "host", "versions", "rows"}
+    assert {"torch", "transformers", "python"} <= content["versions"].keys()
+    found = [(row["workload"], row["metric"], row["unit"], row["engine"]) for row in content["rows"]]
+    assert found == [
+        ("ttft_turn2", "ttft", "ms", "pageturn"),
+        ("ttft_turn2", "ttft", "ms", "transformers"),
+        ("load", "ready", "s", "pageturn"),
+        ("load", "first_token", "s", "pageturn"),
+    ]
+    for row in content["rows"]:
+        assert row.keys() == ROW_KEYS
+        assert len(row["runs"]) == 2
+        assert min(row["runs"]) <= row["median"] <= max(row["runs"])
+    ready, first_token = (row["median"] for row in content["rows"][2:])
+    assert 0 < ready < first_token
+    assert "x as fast" in first.stdout
+
+
+def test_an_engine_that_fails_says_why_and_the_others_go_on(tiny: str) -> None:
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vllm is installed here")
+    common = ["--device", "cpu", "--model", tiny, "--runs", "1"]
+    done = call(*common, "--engine", "vllm,pageturn", "--workload", "ttft_cold")
+    assert done.returncode == 1
+    assert "ttft_cold  vllm  failed: not installed (vllm)" in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.split()[:3] == ["ttft_cold", "ttft", "pageturn"]]
+
+
+def test_conversations_through_the_async_engine_find_their_history_cached(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    done = call("--device", "cpu", "--model", tiny, "--workload", "chat_1", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["metric"]: row for row in json.loads(file.read_text())["rows"]}
+    # Turn k's prompt is 512 + 256 (k - 1) + 128 tokens; all of it but the last turn's 128 asked, the last sampled
+    # token and at most one unfilled block was served before.
+    assert rows["prompt_tokens_cached"]["median"] > 0.85
+    assert rows["throughput"]["median"] > 0
+
+
+def test_no_two_runs_share_a_prompt() -> None:
+    class Recorder(bench.Engine):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, ...]] = []
+
+        def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
+            self.seen += [tuple(prompt[:16]) for prompt in prompts]
+
+    for name in ("decode_b1", "decode_b8", "prefill_1024", "ttft_cold"):
+        engine = Recorder()
+        for k in range(3):
+            bench.workloads("cpu")[name].run(engine, k)
+        assert len(set(engine.seen)) == len(engine.seen) > 2, name
