@@ -2,60 +2,63 @@
 
 A generator's stream would tie a request's tokens to whatever else is drawn in the same step. Counter-based
 noise (the idea of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) is a hash of its
-coordinates instead: a request meets the same numbers alone, in a batch, after preemption and on any path
-through the sampler.
+coordinates instead: a request meets the same numbers alone, in a batch and after preemption.
 
-The row key is splitmix64 of (seed, position). Its two halves then key a 32-bit finalizer ("lowbias32", found
-by Chris Wellons' hash-prospector) over the token ids, because 32-bit lanes cost half as much as 64-bit ones
-and this runs once per vocabulary entry.
+The row key is splitmix64 of (seed, position), on the host. Its two halves then key a 32-bit finalizer
+("lowbias32", found by Chris Wellons' hash-prospector) over the token ids, on the device: 32-bit lanes cost
+half as much as 64-bit ones, and this runs once per vocabulary entry.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
+_MASK64 = 2**64 - 1
+
+Word = TypeVar("Word", int, np.ndarray)
 
 
-def _signed(value: int, bits: int) -> int:
-    """The two's complement integer with these bits: torch has no wrapping unsigned arithmetic."""
-    return value - (1 << bits) if value >> (bits - 1) else value
+def mix64(x: Word) -> Word:
+    """splitmix64's step and finalizer: a bijection of 64-bit words (int or uint64 array) with good avalanche."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
 
 
-def mix64(x: Tensor) -> Tensor:
-    """splitmix64's step and finalizer on int64 of any shape: a bijection with good avalanche."""
-    x = x + _signed(_GOLDEN, 64)
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB, 64)
-    return x ^ ((x >> 31) & (2**33 - 1))
+def row_key(stream: int, position: int) -> tuple[int, int]:
+    """The two int32 that key a row's noise. stream is mix64(seed), computed once per request."""
+    key = mix64((stream + position) & _MASK64)
+    return _int32(key >> 32), _int32(key & 0xFFFFFFFF)
 
 
-def _low_int32(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 as int32, without relying on how a narrowing cast overflows."""
-    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
+def _int32(word: int) -> int:
+    """The two's complement integer with these 32 bits: torch multiplies no unsigned ones."""
+    return word - 2**32 if word >> 31 else word
 
 
 class TokenNoise:
     """Standard exponential variates, one per (row key, token id)."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._token_hash = _low_int32(mix64(torch.arange(vocab_size, dtype=torch.int64, device=device)))
+        hashed = mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
+        self._token_hash = torch.from_numpy(hashed).to(device)
 
-    def exponential(self, stream: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """float32 [N, K] of Exp(1) variates for token_ids int64 [N, K]; None means every token, K = vocabulary.
+    def exponential(self, keys: Tensor) -> Tensor:
+        """float32 [N, vocabulary] of Exp(1) variates for row keys int32 [N, 2].
 
-        stream int64 [N] is mix64(seed), which a caller computes once per request; position is int64 [N]. The
-        values lie in [2**-32, 17]: fine grained towards zero, which is the end that decides an exponential race.
+        They lie in [2**-32, 17] and are fine grained towards zero, the end that decides an exponential race.
         """
-        key = mix64(stream + position)[:, None]
-        tokens = self._token_hash[None] if token_ids is None else self._token_hash[token_ids]
-        x = tokens ^ _low_int32(key)
-        x ^= (x >> 16) & 0xFFFF
-        x *= _signed(0x7FEB352D, 32)
-        x += _low_int32(key >> 32)
+        x = self._token_hash ^ keys[:, :1]
+        x ^= (x >> 16) & 0xFFFF  # a logical shift: torch's keeps the sign
+        x *= _int32(0x7FEB352D)
+        x += keys[:, 1:]
         x ^= (x >> 15) & 0x1FFFF
-        x *= _signed(0x846CA68B, 32)
+        x *= _int32(0x846CA68B)
         x ^= (x >> 16) & 0xFFFF
         x &= 0x7FFFFFFF
         # -u in (-1, 0); the clamp keeps a u that float32 rounds up to 1 from giving infinity.
