@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.dequantize import read_tensor
 from models.gguf import GGUFFile
 from models.layers.attention import get_backend
+from models.layers.linear import Linear
 from models.registry import get_model_class
 from models.tokenizer import read_json
 
@@ -44,18 +45,20 @@ def load_model(
     missing, left over or misshapen, ValueError for what is not supported, OSError where files cannot be read.
     """
     path, device = Path(path), torch.device(device)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = get_model_class(config.architecture)(config, get_backend(attention_backend), dtype=dtype, device=device)
-    weights = _gguf_weights(path, config, dtype) if is_gguf(path) else _folder_weights(path)
+    kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = get_model_class(config.architecture)(config, get_backend(attention_backend), dtype=kind, device=device)
+    weights = _gguf_weights(path, config, kind) if is_gguf(path) else _folder_weights(path)
     with torch.inference_mode():
-        _fill(model, weights, path, progress or (lambda stage, percent: None))
+        _fill(model, weights, path, config.tie_word_embeddings, progress or (lambda stage, percent: None))
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack_weight()
     return model.eval()
 
 
-def _fill(model: nn.Module, weights: Weights, path: Path, progress: Progress) -> None:
+def _fill(model: nn.Module, weights: Weights, path: Path, tied: bool, progress: Progress) -> None:
     """Hands every weight to the parameter that wants it and checks that none is missing or left over."""
     wanted = _wanted(model)
-    tied = model.config.tie_word_embeddings
     leftover: list[str] = []
     progress("loading weights", 0.0)
     for name, read, done in weights:

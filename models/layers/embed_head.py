@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.linear import copy_whole, new_parameter
+from models.layers.linear import Linear, copy_whole, new_parameter
 
 
 class Embedding(nn.Module):
@@ -20,17 +20,23 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class Head(nn.Module):
+class Head(Linear):
     """Hidden states [R, hidden] -> logits float32 [R, vocab]. Tied to an embedding it shares that weight."""
 
     def __init__(
         self, vocab_size: int, hidden: int, dtype: torch.dtype, device: torch.device, tied_to: Embedding | None
     ) -> None:
         super().__init__()
+        self.tied = tied_to is not None
+        self.bias = None
         if tied_to is not None:
             self.weight = tied_to.weight
         else:
             self.weight = new_parameter((vocab_size, hidden), dtype, device, copy_whole)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight).float()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+    def release_weight(self) -> None:
+        if not self.tied:  # the embedding still reads it
+            super().release_weight()

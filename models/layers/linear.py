@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.layers.packed import can_pack, pack, packed_linear
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -51,8 +53,32 @@ def copy_whole(parameter: nn.Parameter, tensor: Tensor, part: str | None) -> Non
     parameter.data.copy_(tensor)
 
 
-class ColumnLinear(nn.Module):
-    """y = x W^T + b with the rows of W cut into `parts`; a rank holds a share of each."""
+class Linear(nn.Module):
+    """y = x W^T + b. Subclasses create weight [out, in] and bias [out] or None, and say how they load."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    packed: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def pack_weight(self) -> None:
+        """Once loaded: moves the weight into the layout that is fastest here, where there is one."""
+        if can_pack(self.weight):
+            self.packed = pack(self.weight)
+            self.release_weight()
+
+    def release_weight(self) -> None:
+        """Frees the unpacked weight, which nothing reads any more."""
+        self.weight.data = self.weight.data.new_empty(0)
+
+
+class ColumnLinear(Linear):
+    """A Linear with the rows of W cut into `parts`; a rank holds a share of each."""
 
     def __init__(
         self, in_features: int, parts: Sequence[Part], bias: bool, dtype: torch.dtype, device: torch.device
@@ -64,9 +90,6 @@ class ColumnLinear(nn.Module):
         names = tuple(self._parts)
         self.weight = new_parameter((self.out_features, in_features), dtype, device, self._load, names)
         self.bias = new_parameter((self.out_features,), dtype, device, self._load, names) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
     def _load(self, parameter: nn.Parameter, tensor: Tensor, name: str | None) -> None:
         part = self._parts[name]
@@ -142,8 +165,8 @@ class QKVLinear(ColumnLinear):
         super().__init__(hidden, parts, bias, dtype, device)
 
 
-class RowLinear(nn.Module):
-    """y = x W^T + b with the columns of W split over the ranks: every rank's y is a summand of the whole.
+class RowLinear(Linear):
+    """A Linear with the columns of W split over the ranks: every rank's y is a summand of the whole.
 
     Only rank 0 keeps the bias, so that the sum over ranks adds it once.
     """
@@ -165,9 +188,6 @@ class RowLinear(nn.Module):
         self.adds_bias = tp_rank == 0
         self.weight = new_parameter((out_features, self.in_features), dtype, device, self._load)
         self.bias = new_parameter((out_features,), dtype, device, self._load_bias) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
     def _load(self, parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
         expected = (parameter.shape[0], self.total)
