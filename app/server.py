@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import JSONResponse, Response
 from gradio.routes import App as GradioApp
 from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.doorway import health
 from app.event_socket import event_socket
@@ -47,9 +48,11 @@ def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> F
         yield
         await closing()
 
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, root_path=settings.root_path, lifespan=lifespan)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.close = closing  # for a server that wants it before it waits for open connections
     app.add_middleware(SecurityHeaders)
+    if settings.root_path:
+        app.add_middleware(UnderPath, root_path=settings.root_path)
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
@@ -92,6 +95,21 @@ def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> F
     )
     guard.gradio_app = next(r.app for r in app.routes if isinstance(r, Mount) and isinstance(r.app, GradioApp))
     return app
+
+
+class UnderPath:
+    """ASGI middleware for an app that a proxy serves under a path, whether or not the proxy takes that path away."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path = scope["path"]
+            kept = path == self._root or path.startswith(self._root + "/")
+            scope = scope | {"root_path": self._root, "path": path if kept else self._root + path}
+        await self._app(scope, receive, send)
 
 
 def snapshot_json(snapshot: KVSnapshot | None) -> dict[str, Any]:

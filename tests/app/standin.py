@@ -124,6 +124,9 @@ class StandInEngine:
     def events(self, since: int = 0) -> list[BlockEvent]:
         return [e for e in self.ring if e.seq > since]
 
+    def retry(self) -> None:
+        raise AssertionError("nothing failed")
+
     def shutdown(self, timeout: float = 5.0) -> None:
         self.shutdowns += 1
 
