@@ -1,0 +1,114 @@
+"""A stand-in for the model whose next token depends on every token it can see through the block table.
+
+It keeps, in place of keys and values, the token and position written to each slot, and reads the whole history
+back through the block tables. One wrong slot, stale block or missed write changes its output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.loading import EngineParts
+from engine.model_runner import StepHandle
+from engine.scheduler import StepPlan
+from models.config import ModelConfig
+
+VOCAB = 97
+EOS = 96
+
+
+def next_token(history: list[int]) -> int:
+    """The token after `history`: a pure function of all of it, rarely EOS."""
+    digest = hashlib.blake2b(bytes(history), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def expected_output(prompt: list[int], max_tokens: int, max_model_len: int) -> list[int]:
+    """What an engine with room enough must produce, EOS left out."""
+    history, output = list(prompt), []
+    for _ in range(min(max_tokens, max_model_len - len(prompt))):
+        token = next_token(history)
+        if token == EOS:
+            break
+        output.append(token)
+        history.append(token)
+    return output
+
+
+class HistoryRunner:
+    """Runs plans against a pool of slots; implements what LLMEngine asks of a runner."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        assert all(item.num_tokens >= 1 for item in plan.items), "a sequence was planned with nothing to compute"
+        writes: dict[int, tuple[int, int]] = {}
+        for item in plan.items:
+            for position in range(item.start, item.start + item.num_tokens):
+                slot = self._slot(item.seq.block_table, position)
+                entry = (item.seq.token_ids[position], position)
+                assert writes.get(slot, entry) == entry, f"two tokens of one step go to slot {slot}"
+                writes[slot] = entry
+        for slot, entry in writes.items():
+            self.slots[slot] = entry
+        tokens = []
+        for item in plan.items:
+            history = []
+            for position in range(item.start + item.num_tokens):
+                entry = self.slots[self._slot(item.seq.block_table, position)]
+                assert entry is not None, f"{item.seq} reads position {position}, which nobody wrote"
+                assert entry[1] == position, f"{item.seq} reads position {position} and finds {entry[1]}"
+                history.append(entry[0])
+            if item.samples:
+                tokens.append(next_token(history))
+        return StepHandle([i.seq for i in plan.items if i.samples], torch.tensor(tokens, dtype=torch.int64))
+
+    def collect(self, handle: StepHandle) -> list[int]:
+        assert handle.token_ids is not None
+        return handle.token_ids.tolist()
+
+    def forget(self, request_id: int) -> None:
+        pass
+
+    def exit(self) -> None:
+        pass
+
+    def _slot(self, table: list[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def history_engine(
+    num_blocks: int,
+    block_size: int,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 64,
+    enable_prefix_caching: bool = True,
+) -> LLMEngine:
+    """A real LLMEngine over the stand-in model."""
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    model_config = ModelConfig("Stand-in", VOCAB, 1, 1, 1, 1, 1, 1, max_model_len, eos_token_ids=(EOS,))
+    parts = EngineParts(
+        model_name="stand-in",
+        model_config=model_config,
+        tokenizer=None,
+        device=SimpleNamespace(block_size=block_size, device="cpu", dtype="none", attention_backend="none"),  # type: ignore[arg-type]
+        runner=HistoryRunner(num_blocks, block_size),
+        num_blocks=num_blocks,
+        num_parameters=0,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    return LLMEngine(config, parts=parts)
