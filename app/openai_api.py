@@ -238,8 +238,9 @@ async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> Reques
     )
     room = status.max_model_len - len(prompt_ids)
     if room < 1:
-        raise _too_long(len(prompt_ids), f"this model's context is {status.max_model_len} tokens, prompt and reply")
-    if len(prompt_ids) >= (pool := status.kv["total"] * status.block_size):
+        limit = f"this model's context is {status.max_model_len} tokens, for the prompt and at least one of the reply"
+        raise _too_long(len(prompt_ids), limit)
+    if len(prompt_ids) > (pool := status.kv["total"] * status.block_size):
         raise _too_long(len(prompt_ids), f"the KV cache holds {pool} tokens (--num-kvcache-blocks)")
     try:
         return engine.submit(prompt_ids, wanted.sampling_params(room))

