@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.themes import Base, Default
 
 from app.kv_panel import kv_panel
 from app.settings_form import PRESETS, build_form
@@ -179,9 +180,9 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     )
 
 
-def _theme() -> gr.themes.Base:
+def _theme() -> Base:
     """System fonts only: a page that fetches a font tells somebody that it was opened."""
-    return gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONT, font_mono=MONO)
+    return Default(primary_hue="indigo", neutral_hue="slate", font=FONT, font_mono=MONO)
 
 
 def _head() -> str:

@@ -60,9 +60,9 @@
       this.perCell = 1;
       for (this.pitch of [7, 5, 4]) {
         this.columns = Math.floor(width / this.pitch);
-        if (Math.ceil(this.n / this.columns) * this.pitch <= 420) break;
+        if (Math.ceil(this.n / this.columns) * this.pitch <= 300) break;
       }
-      while (Math.ceil(this.n / this.perCell / this.columns) * this.pitch > 480) this.perCell *= 2;
+      while (Math.ceil(this.n / this.perCell / this.columns) * this.pitch > 340) this.perCell *= 2;
       const rows = Math.ceil(Math.ceil(this.n / this.perCell) / this.columns);
       const scale = (this.scale = window.devicePixelRatio || 1);
       this.canvas.width = this.columns * this.pitch * scale;

@@ -85,7 +85,7 @@
         pageturn.open = shown = value.open;
         if (value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
         if (moved) restoreDraft();
-        if (moved && narrow.matches) document.body.classList.remove("pt-sidebar-open");
+        if (moved) showSidebar(false);
         showInAddress(value.open, first || value.sent === "");
         first = false;
       }
@@ -101,12 +101,12 @@
     show();
   };
   function row(chat, isOpen, trigger) {
-    const pick = el("button", { className: "pt-pick", title: chat.title, onclick: () => pick(chat.id) },
+    const title = el("button", { className: "pt-pick", title: chat.title, onclick: () => pick(chat.id) },
       el("span", { className: "pt-title", textContent: chat.title }));
-    if (chat.answering) pick.append(el("span", { className: "pt-answering", title: "answering", textContent: "●" }));
-    if (chat.snippet) pick.append(el("small", { textContent: chat.snippet }));
-    if (isOpen) pick.setAttribute("aria-current", "true");
-    const item = el("li", { className: isOpen ? "pt-chat pt-open" : "pt-chat" }, pick);
+    if (chat.answering) title.append(el("span", { className: "pt-answering", title: "answering", textContent: "●" }));
+    if (chat.snippet) title.append(el("small", { textContent: chat.snippet }));
+    if (isOpen) title.setAttribute("aria-current", "true");
+    const item = el("li", { className: isOpen ? "pt-chat pt-open" : "pt-chat" }, title);
     item.dataset.id = chat.id;
     item.append(
       el("button", { className: "pt-rename", title: "Rename", ariaLabel: `Rename ${chat.title}`, textContent: "✎", onclick: () => rename(item, chat, trigger) }),
@@ -147,9 +147,10 @@
   }
 
   // -- the top bar and the notice ------------------------------------------------------------------------------
-  const narrow = matchMedia("(max-width: 1099px)");
+  // Where the page is wide the sidebar always shows, whatever this says.
+  const showSidebar = (open) => { byId("page").dataset.sidebar = open ? "open" : "closed"; };
   pageturn.mountTop = (element) => {
-    element.querySelector(".pt-menu").addEventListener("click", () => document.body.classList.toggle("pt-sidebar-open"));
+    element.querySelector(".pt-menu").addEventListener("click", () => showSidebar(byId("page").dataset.sidebar !== "open"));
     element.querySelector(".pt-retry").addEventListener("click", () => pageturn.send("retry_load", {}));
     const state = element.querySelector(".pt-state"), model = element.querySelector(".pt-model");
     const demo = element.querySelector(".pt-demo"), retry = element.querySelector(".pt-retry");
@@ -216,7 +217,7 @@
     if (event.key === "Escape") byId("stop")?.click();
     else if (control && event.shiftKey && event.key.toLowerCase() === "o") byId("new-chat")?.click();
     else if (control && !event.shiftKey && event.key.toLowerCase() === "k") {
-      document.body.classList.add("pt-sidebar-open");
+      showSidebar(true);
       document.querySelector(".pt-search")?.focus();
     } else return;
     if (event.key !== "Escape") event.preventDefault();

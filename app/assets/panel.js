@@ -38,7 +38,7 @@
       spark.value = stat.decode_rate;
       const last = chat.turns?.at(-1);
       put("rate", last?.rate ? rate(last.rate) : stat.decode_rate ? rate(stat.decode_rate) : "–");
-      put("rate-note", `all chats ${rate(stat.decode_rate ?? 0)} · ${stat.running} running, ${stat.waiting} waiting`);
+      put("rate-note", `all ${rate(stat.decode_rate ?? 0)} · ${stat.running} running · ${stat.waiting} waiting`);
       put("hits", last?.prompt ? `${Math.round((100 * last.cached) / last.prompt)} %` : "–");
       put("hits-note", `last turn · ${Math.round(100 * (stat.hit_rate ?? 0))} % since the start`);
     }

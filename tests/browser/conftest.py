@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from chromium import find_chromium
 from server_process import Cable, Server
 

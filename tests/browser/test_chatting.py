@@ -7,6 +7,8 @@ import re
 import time
 
 import pytest
+from playwright.sync_api import expect
+
 from chatting import (
     ask,
     chat_id,
@@ -20,7 +22,6 @@ from chatting import (
     wait_for_replies,
     wait_for_streaming,
 )
-from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser
 

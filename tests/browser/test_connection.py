@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 
 import pytest
+from playwright.sync_api import expect
+
 from chatting import (
     ask,
     last_reply,
@@ -15,7 +17,6 @@ from chatting import (
     wait_for_replies,
     wait_for_streaming,
 )
-from playwright.sync_api import expect
 from server_process import Server
 
 pytestmark = pytest.mark.browser
@@ -32,6 +33,7 @@ def test_a_reload_in_mid_stream_attaches_again_and_the_text_is_whole(server, pro
     assert after.startswith(before[:20])
     assert int(wait_for_replies(page, 1)["out"]) > 0
     assert last_reply(page).startswith(before[:20])
+    page.locator("#settings > button").click()
     expect(page.locator("#max-tokens textarea, #max-tokens input")).to_have_value("100")
 
 

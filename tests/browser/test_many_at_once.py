@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from playwright.sync_api import expect
+
 from chatting import (
     ask,
     chat_id,
@@ -14,7 +16,6 @@ from chatting import (
     wait_for_replies,
     wait_for_streaming,
 )
-from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from chatting import ask, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
 from playwright.sync_api import expect
+
+from chatting import ask, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
 
 pytestmark = pytest.mark.browser
 
