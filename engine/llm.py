@@ -59,7 +59,8 @@ class LLM:
         encoded = [self.engine.encode(p) for p in many]
         for ids, one in zip(encoded, params, strict=True):
             self.engine.validate(ids, one)
-        wanted = [self.add_request(ids, one, priority) for ids, one in zip(encoded, params, strict=True)]
+        order = [self.add_request(ids, one, priority) for ids, one in zip(encoded, params, strict=True)]
+        wanted = set(order)
         done: dict[int, RequestOutput] = {}
         with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
             try:
@@ -74,8 +75,9 @@ class LLM:
             except BaseException:
                 for request_id in wanted:
                     self.abort(request_id)
+                    self._streams.pop(request_id, None)  # nobody waits for what it has to say
                 raise
-        return [done[request_id] for request_id in wanted]
+        return [done[request_id] for request_id in order]
 
     def generate_single(
         self,

@@ -171,8 +171,14 @@ class LLMEngine:
         if not plan.items:
             return outputs
         self._note_first_schedule(plan, started)
-        handle = self.runner.launch(plan)
-        token_ids = self.runner.collect(handle)
+        try:
+            handle = self.runner.launch(plan)
+            token_ids = self.runner.collect(handle)
+        except BaseException:
+            # Ctrl-C lands here: the same tokens are planned again, and what ended meanwhile is still to be told.
+            self.scheduler.revert(plan)
+            self._pending = outputs + self._pending
+            raise
         outputs.extend(self._apply(plan, token_ids))
         seconds = time.perf_counter() - started
         prefill = plan.num_tokens - plan.num_decodes

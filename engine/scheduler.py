@@ -64,33 +64,23 @@ class Scheduler:
         # A lowered budget bounds the prompt tokens, never the decodes.
         budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
         budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
-        for seq in self.running:
+        prefills = [s for s in self.running if s.num_uncomputed_tokens and not self._is_planned(s)]
+        prefills.sort(key=_order)
+        # A prompt begun goes on before those that came later, but not before more urgent ones.
+        budget = self._admit_waiting(plan, budget, before=prefills[0] if prefills else None)
+        for seq in prefills:
             if budget <= 0:
                 break
-            if seq.num_uncomputed_tokens and not self._is_planned(seq):
-                budget -= self._schedule(plan, seq, budget)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks:
-                # It outgrew the pool before it was preempted (a longer prompt is refused at entry).
-                self.finish(seq, "length")
-                plan.finished.append(seq)
-                continue
-            matched = self.blocks.match_prefix(seq)
-            # Each running sequence may want its next block before this one is done.
-            if not self.blocks.can_admit(seq, matched, reserve=min(len(self.running), self.blocks.num_blocks // 8)):
-                if self.running:
-                    break
-                raise RuntimeError(f"{seq} fits the pool of {self.blocks.num_blocks} blocks but finds no room in it")
-            self.waiting.pop(0)
-            self.blocks.admit(seq, matched)
-            seq.status = SequenceStatus.RUNNING
-            if not seq.was_admitted:
-                seq.was_admitted = True
-                seq.num_cached_tokens = seq.num_computed_tokens
-            self.running.append(seq)
             budget -= self._schedule(plan, seq, budget)
+        self._admit_waiting(plan, budget)
         return plan
+
+    def revert(self, plan: StepPlan) -> None:
+        """Undo a plan whose step did not happen: its tokens are to be computed again. Blocks stay allocated."""
+        for item in plan.items:
+            if not item.seq.is_finished:
+                item.seq.num_planned_tokens -= item.num_tokens
+                item.seq.num_placeholders -= item.samples
 
     def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
         """End seq wherever it stands; its blocks come back exactly once. A second call is a no-op."""
@@ -125,6 +115,33 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
+
+    def _admit_waiting(self, plan: StepPlan, budget: int, before: Sequence | None = None) -> int:
+        """Admit from the head of the queue, with `before` only what is served before it; returns the budget left."""
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if before is not None and _order(seq) > _order(before):
+                break
+            if self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks:
+                # It outgrew the pool before it was preempted (a longer prompt is refused at entry).
+                self.finish(seq, "length")
+                plan.finished.append(seq)
+                continue
+            matched = self.blocks.match_prefix(seq)
+            # Each running sequence may want its next block before this one is done.
+            if not self.blocks.can_admit(seq, matched, reserve=min(len(self.running), self.blocks.num_blocks // 8)):
+                if self.running:
+                    break
+                raise RuntimeError(f"{seq} fits the pool of {self.blocks.num_blocks} blocks but finds no room in it")
+            self.waiting.pop(0)
+            self.blocks.admit(seq, matched)
+            seq.status = SequenceStatus.RUNNING
+            if not seq.was_admitted:
+                seq.was_admitted = True
+                seq.num_cached_tokens = seq.num_computed_tokens
+            self.running.append(seq)
+            budget -= self._schedule(plan, seq, budget)
+        return budget
 
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
         self.running.remove(seq)

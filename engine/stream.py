@@ -54,12 +54,12 @@ class StreamState:
         text = ""
         if self._detokenizer is not None:
             text = self._detokenizer.push(ids) if ids else ""
+            if reason is not None:
+                text += self._detokenizer.finish()
             if self._detokenizer.stopped is not None:
                 self.stopped_by_text = reason is None
                 reason, self.stop_reason = "stop", self._detokenizer.stopped
                 del self.token_ids[self._detokenizer.kept_tokens :]
-            elif reason is not None:
-                text += self._detokenizer.finish()
         self.text += text
         self.finish_reason = reason
         return Delta(
@@ -77,17 +77,18 @@ class StreamState:
         )
 
     def output(self) -> RequestOutput:
-        """The request as it stands."""
+        """The request as it stands; later steps do not change what was returned."""
+        ids = self.token_ids.copy()
         return RequestOutput(
             request_id=self.request_id,
             text=self.text,
-            token_ids=self.token_ids,
+            token_ids=ids,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            outputs=[CompletionOutput(self.text, self.token_ids, self.finish_reason, self.stop_reason)],
+            outputs=[CompletionOutput(self.text, ids, self.finish_reason, self.stop_reason)],
             metrics=self.metrics,
         )
 
