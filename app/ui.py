@@ -102,6 +102,7 @@ def _layout() -> Page:
                 show_label=False,
                 container=False,
                 height="100%",
+                autoscroll=False,  # assets/page.js does it
                 editable="user",
                 buttons=["copy"],
                 latex_delimiters=LATEX,

@@ -86,6 +86,7 @@
         if (value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
         if (moved) restoreDraft();
         if (moved) showSidebar(false);
+        followReply(moved || value.sent !== null);
         showInAddress(value.open, first || value.sent === "");
         first = false;
       }
@@ -144,6 +145,26 @@
     const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
     el("a", { href: url, download: name }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  }
+
+  // -- following the reply: only while the reader is at its end -----------------------------------------------------
+  // (Chatbot's own autoscroll scrolls 300 ms late, wherever the reader has gone meanwhile.)
+  let following = true;
+  function followReply(fromEnd) {
+    const log = document.querySelector("#chat [role=log]");
+    if (!log) return;
+    if (fromEnd) following = true;
+    if (log.dataset.followed) return;
+    log.dataset.followed = "yes";
+    let last = 0;
+    const atEnd = () => log.scrollTop + log.clientHeight >= log.scrollHeight - 40;
+    log.addEventListener("scroll", () => {
+      if (log.scrollTop < last || atEnd()) following = atEnd();
+      last = log.scrollTop;
+    });
+    const toEnd = () => { if (following) log.scrollTop = log.scrollHeight; };
+    new MutationObserver(toEnd).observe(log, { childList: true, subtree: true, characterData: true });
+    new ResizeObserver(toEnd).observe(log);
   }
 
   // -- the top bar and the notice ------------------------------------------------------------------------------

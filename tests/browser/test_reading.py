@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from playwright.sync_api import expect
 
@@ -11,18 +15,37 @@ pytestmark = pytest.mark.browser
 
 HOSTILE = (
     "List<String> and <script>window.hacked = 1</script> <img src=x onerror='window.hacked = 2'> "
-    "<img src='https://example.invalid/a.png'> <a href='javascript:window.hacked=3'>link</a> "
-    "<form action='https://example.invalid/'><button>go</button></form> "
+    "<img src='{elsewhere}/a.png'> ![b]({elsewhere}/b.png) <a href='javascript:window.hacked=3'>link</a> "
+    "<iframe src='{elsewhere}/c'></iframe> <style>@import '{elsewhere}/d.css';"
+    " body {{ background: url({elsewhere}/e) }}</style> <form action='{elsewhere}/f'><button>go</button></form> "
     "<div style='position:fixed;inset:0;background:red;z-index:9999'>overlay</div>"
 )
 
 
-def test_typed_markup_shows_as_text_or_stays_harmless(server, profile):
-    context = profile()
-    asked = []
-    context.on("request", lambda request: asked.append(request.url))
-    page = open_page(context, server.url, max_tokens=4)
-    ask(page, HOSTILE)
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, list[str]]]:
+    """(url, paths asked for): another web server, which nothing on the page may ever reach."""
+    asked: list[str] = []
+
+    class Remember(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Remember)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{other.server_port}", asked
+    other.shutdown()
+    other.server_close()
+
+
+def test_typed_markup_shows_as_text_or_stays_harmless(server, profile, elsewhere):
+    url, asked = elsewhere
+    page = open_page(profile(), server.url, max_tokens=4)
+    ask(page, HOSTILE.format(elsewhere=url))
     expect(page.locator("#chat .user")).to_contain_text("List<String>")
     if page.locator("#chat .user a").count():
         page.locator("#chat .user a").first.click(force=True, no_wait_after=True)
@@ -30,7 +53,7 @@ def test_typed_markup_shows_as_text_or_stays_harmless(server, profile):
     # Whatever the overlay's style says, the button under it takes the click.
     page.locator("#new-chat").click()
     expect(page.locator("#chat .user")).to_have_count(0)
-    assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
+    assert asked == []
 
 
 def test_nothing_is_fetched_from_elsewhere(server, profile):
@@ -79,11 +102,15 @@ def test_scrolling_up_in_mid_stream_stays_where_the_reader_put_it(server, profil
     send(page, "And now one about deserts.")
     wait_for_streaming(page)
     log = page.locator("#chat [role=log]")
-    log.evaluate("e => { e.scrollTop = 0; e.dispatchEvent(new Event('scroll')); }")
+    log.evaluate("e => { e.scrollTop = 0; }")
     before = page.evaluate("document.querySelector('#chat').innerText.length")
     page.wait_for_function("n => document.querySelector('#chat').innerText.length > n + 60", arg=before)
     assert log.evaluate("e => e.scrollTop") < 20
     wait_for_replies(page, 2)
+    assert log.evaluate("e => e.scrollTop") < 20
+    send(page, "And one about lakes.")  # whoever sends wants to see the answer
+    wait_for_streaming(page)
+    page.wait_for_function("e => e.scrollTop + e.clientHeight > e.scrollHeight - 60", arg=log.element_handle())
 
 
 def test_enter_that_confirms_an_input_methods_candidate_does_not_send(server, profile):
