@@ -185,6 +185,7 @@ class Sampler:
         conditions are reasons to cut off, of which NaN fulfils none, and its rank is not looked at.
         """
         top_k = group.top_k.masked_fill(~best.isfinite(), self.vocab_size + 1)
+        # Masses in float64: how a sum is split among threads depends on the batch, and must not show.
         mass = weights.sum(dim=1, keepdim=True, dtype=torch.float64)
         if group.num_largest:
             largest = logits.topk(group.num_largest, dim=1).values
