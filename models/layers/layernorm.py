@@ -10,22 +10,31 @@ from models.layers.linear import copy_whole, new_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; half-precision input is normalised in fp32.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; half-precision input is normalised in fp32.
 
     Never writes to its inputs: a residual is added into a new tensor.
     """
 
+    eps_tensor: Tensor
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape = (size,)
+        self.size = size
         self.eps = eps
-        self.weight = new_parameter(self.shape, dtype, device, copy_whole)
+        self.weight = new_parameter((size,), dtype, device, copy_whole)
+        self.register_buffer("eps_tensor", torch.tensor(eps, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if x.dtype == torch.float32 or x.device.type != "cpu":
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        # The CPU has no fused kernel, and F.rms_norm makes two passes more for half types: at 512 rows this is
+        # two to three times as fast. The norm is taken in fp32, and the scale promotes the rest to it.
+        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        scale = torch.addcmul(self.eps_tensor, norm, norm, value=1 / self.size).rsqrt_()
+        return (x * scale).mul_(self.weight).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), both new tensors."""
         total = x + residual
-        return F.rms_norm(total, self.shape, self.weight, self.eps), total
+        return self.forward(total), total

@@ -1,12 +1,19 @@
 """Attention by PyTorch's scaled_dot_product_attention, on any device, without a compiler.
 
 What a step needs beyond the layer's tensors is planned once, at the first layer, and kept in batch.scratch.
-A sequence whose block ids are one ascending run is read in place, as a strided view of the pool. The others
-are gathered block by block, once a layer: decodes all together, padded to the longest and masked.
+
+Decodes. The query heads of one KV head go in as rows of one query, so that no key is repeated and no mask is
+needed for grouping. A sequence whose block ids are one ascending run can be read in place, as a strided view of
+the pool, at no copy; sequences together fill the cores better. So a lone or a long decode in a run is read in
+place, and the others are gathered, whole blocks at a time, with others of about their length (padded to the
+longest, at most twice the shortest, and masked) into a buffer that is kept: once a layer and step, no more.
+
+Prefill chunks go one sequence at a time: causal over themselves, or with a mask behind a cached prefix.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +23,15 @@ from torch import Tensor
 from models.batch import ForwardBatch
 from models.layers.attention import AttentionBackend
 
+# From here on copying a history costs more than what a fuller batch gains (measured on two cores).
+_LONG = 1024
+# Tokens gathered at a time: bounds the buffer (and keeps it in the cache) whatever the batch.
+_GATHERED_TOKENS = 16384
+
 
 @dataclass(slots=True)
-class _Decode:
-    """One new token whose sequence lies in slots [start, end)."""
+class _Span:
+    """One decode, at `row` of the batch, whose sequence lies in slots [start, end)."""
 
     row: int
     start: int
@@ -28,38 +40,42 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Gather:
-    """Decodes whose blocks are scattered: rows [B] of the batch, blocks [B * W], mask [B, 1, 1, W * block_size]."""
+    """Decodes of similar length: rows int64 [B] of the batch, blocks int64 [B * W], mask [B, 1, 1, W * block_size]
+    or None where every sequence fills its blocks."""
 
     rows: Tensor
     blocks: Tensor
-    mask: Tensor
+    mask: Tensor | None
 
 
 @dataclass(slots=True)
-class _Prefill:
-    """Rows [first, last) are one sequence's chunk. Without cached tokens before it it attends to itself;
-    with them to slots [start, end) or, if start is None, to the first `end` tokens of the gathered `blocks`."""
+class _Chunk:
+    """Rows [first, last) are one sequence's prompt tokens. `blocks` int64 [W] is None where nothing is cached
+    before them; else they attend to the first `length` tokens there, those in slots [start, start + length) if
+    the blocks are a run (start is not None)."""
 
     first: int
     last: int
-    cached: bool = False
+    length: int
     start: int | None = None
-    end: int = 0
     blocks: Tensor | None = None
     mask: Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Plan:
-    decodes: list[_Decode] = field(default_factory=list)
-    gather: _Gather | None = None
-    prefills: list[_Prefill] = field(default_factory=list)
+    spans: list[_Span] = field(default_factory=list)
+    gathers: list[_Gather] = field(default_factory=list)
+    chunks: list[_Chunk] = field(default_factory=list)
 
 
 class SdpaBackend(AttentionBackend):
-    """See the module's docstring."""
+    """See the module's docstring. Holds the buffers that blocks are gathered into."""
 
     name = "sdpa"
+
+    def __init__(self) -> None:
+        self._keys = self._values = torch.empty(0)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch
@@ -73,118 +89,111 @@ class SdpaBackend(AttentionBackend):
         k_slots.index_copy_(0, batch.slot_mapping, k)
         v_slots.index_copy_(0, batch.slot_mapping, v)
 
-        # The query heads of one KV head share its keys: they go in as rows of one query, which needs no mask.
         grouped = q.view(tokens, kv_heads, heads // kv_heads, dim)
-        if plan.gather is None and len(plan.decodes) == 1 and tokens == 1:
-            only = plan.decodes[0]
-            return _attend_span(grouped, k_slots, v_slots, only.start, only.end, scale).reshape(1, heads * dim)
-        out = torch.empty(tokens, kv_heads, heads // kv_heads, dim, dtype=q.dtype, device=q.device)
-        for decode in plan.decodes:
-            row = slice(decode.row, decode.row + 1)
-            out[row] = _attend_span(grouped[row], k_slots, v_slots, decode.start, decode.end, scale)
-        if plan.gather is not None:
-            gather = plan.gather
-            keys = _gather(k_cache, gather.blocks, gather.rows.numel())
-            values = _gather(v_cache, gather.blocks, gather.rows.numel())
-            attended = F.scaled_dot_product_attention(
-                grouped.index_select(0, gather.rows), keys, values, attn_mask=gather.mask, scale=scale
-            )
+        if tokens == 1 and plan.spans:
+            return _attend_span(plan.spans[0], grouped, k_slots, v_slots, scale).reshape(1, heads * dim)
+        out = q.new_empty(tokens, kv_heads, heads // kv_heads, dim)
+        for span in plan.spans:
+            row = slice(span.row, span.row + 1)
+            out[row] = _attend_span(span, grouped[row], k_slots, v_slots, scale)
+        for gather in plan.gathers:
+            keys, values = self._gather(k_cache, v_cache, gather.blocks, gather.rows.shape[0])
+            queries = grouped.index_select(0, gather.rows)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=gather.mask, scale=scale)
             out.index_copy_(0, gather.rows, attended)
         by_head = out.view(tokens, heads, dim)
-        for chunk in plan.prefills:
-            by_head[chunk.first : chunk.last] = _attend_chunk(chunk, q, k, v, k_cache, v_cache, scale)
+        for chunk in plan.chunks:
+            rows = slice(chunk.first, chunk.last)
+            keys, values = self._history(chunk, k[rows], v[rows], k_cache, v_cache)
+            attended = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1).unsqueeze(0),
+                keys,
+                values,
+                attn_mask=chunk.mask,
+                is_causal=chunk.blocks is None,
+                scale=scale,
+                enable_gqa=heads != kv_heads,
+            )
+            by_head[rows] = attended[0].transpose(0, 1)
         return out.view(tokens, heads * dim)
 
+    def _history(self, chunk: _Chunk, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, Hkv, L, D] that a chunk attends to; k, v are its own."""
+        if chunk.blocks is None:
+            return k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        if chunk.start is not None:
+            span = slice(chunk.start, chunk.start + chunk.length)
+            k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+            return k_slots[span].transpose(0, 1).unsqueeze(0), v_slots[span].transpose(0, 1).unsqueeze(0)
+        keys, values = self._gather(k_cache, v_cache, chunk.blocks, 1)
+        return keys[:, :, : chunk.length], values[:, :, : chunk.length]
 
-def _attend_span(q: Tensor, k_slots: Tensor, v_slots: Tensor, start: int, end: int, scale: float) -> Tensor:
-    """q [1, Hkv, G, D] over slots [start, end), in place -> [1, Hkv, G, D]."""
-    keys = k_slots[start:end].transpose(0, 1).unsqueeze(0)
-    values = v_slots[start:end].transpose(0, 1).unsqueeze(0)
+    def _gather(self, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Blocks int64 [B * W] of both caches, copied -> [B, Hkv, W * block_size, D] each, valid until the next call.
+
+        The buffers only grow: a fresh allocation of this size would be mapped, and faulted in, on every layer.
+        """
+        shape = (blocks.shape[0], *k_cache.shape[1:])
+        count = blocks.shape[0] * k_cache.stride(0)
+        if self._keys.numel() < count or self._keys.dtype != k_cache.dtype or self._keys.device != k_cache.device:
+            self._keys, self._values = k_cache.new_empty(count), k_cache.new_empty(count)
+        keys, values = self._keys[:count].view(shape), self._values[:count].view(shape)
+        torch.index_select(k_cache, 0, blocks, out=keys)
+        torch.index_select(v_cache, 0, blocks, out=values)
+        by_sequence = (sequences, -1, *k_cache.shape[2:])
+        return keys.view(by_sequence).transpose(1, 2), values.view(by_sequence).transpose(1, 2)
+
+
+def _attend_span(span: _Span, q: Tensor, k_slots: Tensor, v_slots: Tensor, scale: float) -> Tensor:
+    """q [1, Hkv, G, D] over the span's slots, in place -> [1, Hkv, G, D]."""
+    keys = k_slots[span.start : span.end].transpose(0, 1).unsqueeze(0)
+    values = v_slots[span.start : span.end].transpose(0, 1).unsqueeze(0)
     return F.scaled_dot_product_attention(q, keys, values, scale=scale)
-
-
-def _attend_chunk(
-    chunk: _Prefill, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
-) -> Tensor:
-    """The chunk's rows of q over everything its sequence holds -> [n, Hq, D]."""
-    rows = slice(chunk.first, chunk.last)
-    if not chunk.cached:
-        keys, values = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
-    elif chunk.start is not None:
-        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        span = slice(chunk.start, chunk.end)
-        keys, values = k_slots[span].transpose(0, 1).unsqueeze(0), v_slots[span].transpose(0, 1).unsqueeze(0)
-    else:
-        assert chunk.blocks is not None
-        keys = _gather(k_cache, chunk.blocks, 1)[:, :, : chunk.end]
-        values = _gather(v_cache, chunk.blocks, 1)[:, :, : chunk.end]
-    attended = F.scaled_dot_product_attention(
-        q[rows].transpose(0, 1).unsqueeze(0),
-        keys,
-        values,
-        attn_mask=chunk.mask,
-        is_causal=not chunk.cached,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return attended[0].transpose(0, 1)
-
-
-def _gather(cache: Tensor, blocks: Tensor, sequences: int) -> Tensor:
-    """Blocks [B * W] of a cache [N, block_size, Hkv, D] -> a copy [B, Hkv, W * block_size, D]."""
-    kv_heads, dim = cache.shape[2:]
-    copied = cache.index_select(0, blocks).view(sequences, -1, kv_heads, dim)
-    return copied.transpose(1, 2)
 
 
 def _plan(batch: ForwardBatch, dtype: torch.dtype, device: torch.device) -> _Plan:
     plan = _Plan()
     size = batch.block_size
-    scattered: list[int] = []
+    # (row, context length, blocks) of the decodes that are gathered, by the bit length of their block count
+    similar: dict[int, list[tuple[int, int, list[int]]]] = defaultdict(list)
     row = 0
-    for index, (new, length) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        blocks = batch.block_lists[index][: -(-length // size)]
-        in_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(b == blocks[0] + i for i, b in enumerate(blocks))
-        start = blocks[0] * size
-        if new == 1 and length > 1:
-            if in_run:
-                plan.decodes.append(_Decode(row, start, start + length))
-            else:
-                scattered.append(index)
-        elif new == length:
-            plan.prefills.append(_Prefill(row, row + new))
-        else:
+    for new, length, table in zip(batch.query_lens, batch.context_lens, batch.block_lists, strict=True):
+        blocks = table[: -(-length // size)]
+        start = blocks[0] * size if _is_run(blocks) else None
+        if new == length:
+            plan.chunks.append(_Chunk(row, row + new, length))
+        elif new > 1:
             mask = _causal_mask(new, length, dtype, device)
-            if in_run:
-                plan.prefills.append(_Prefill(row, row + new, True, start, start + length, mask=mask))
-            else:
-                index_tensor = torch.tensor(blocks, device=device)
-                plan.prefills.append(_Prefill(row, row + new, True, None, length, index_tensor, mask))
+            plan.chunks.append(_Chunk(row, row + new, length, start, torch.tensor(blocks, device=device), mask))
+        elif start is not None and (length >= _LONG or len(batch.query_lens) == 1):
+            plan.spans.append(_Span(row, start, start + length))
+        else:
+            similar[len(blocks).bit_length()].append((row, length, blocks))
         row += new
-    if scattered:
-        plan.gather = _plan_gather(batch, scattered, dtype, device)
+    for group in similar.values():
+        fit = max(1, _GATHERED_TOKENS // (size * max(len(blocks) for _, _, blocks in group)))
+        for at in range(0, len(group), fit):
+            plan.gathers.append(_plan_gather(group[at : at + fit], size, dtype, device))
     return plan
 
 
-def _plan_gather(batch: ForwardBatch, scattered: list[int], dtype: torch.dtype, device: torch.device) -> _Gather:
-    size = batch.block_size
-    first_row = [0]
-    for new in batch.query_lens:
-        first_row.append(first_row[-1] + new)
-    lengths = [batch.context_lens[i] for i in scattered]
-    width = -(-max(lengths) // size)
-    padded: list[int] = []
-    for index, length in zip(scattered, lengths, strict=True):
-        blocks = batch.block_lists[index][: -(-length // size)]
-        # Padding repeats a block of the sequence itself: always valid memory, and masked out below.
-        padded += blocks + blocks[:1] * (width - len(blocks))
-    visible = torch.arange(width * size) < torch.tensor(lengths)[:, None]
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-    return _Gather(
-        rows=torch.tensor([first_row[i] for i in scattered], device=device),
-        blocks=torch.tensor(padded, device=device),
-        mask=mask[:, None, None, :].to(device),
-    )
+def _plan_gather(
+    group: list[tuple[int, int, list[int]]], size: int, dtype: torch.dtype, device: torch.device
+) -> _Gather:
+    width = max(len(blocks) for _, _, blocks in group)
+    # Padding repeats a block of the sequence itself: always valid memory, and masked out.
+    padded = [block for _, _, blocks in group for block in blocks + blocks[:1] * (width - len(blocks))]
+    lengths = torch.tensor([length for _, length, _ in group])
+    mask = None
+    if int(lengths.min()) < width * size:
+        hidden = torch.arange(width * size) >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None, :].to(device)
+    rows = torch.tensor([row for row, _, _ in group], device=device)
+    return _Gather(rows, torch.tensor(padded, device=device), mask)
+
+
+def _is_run(blocks: list[int]) -> bool:
+    return blocks[-1] - blocks[0] == len(blocks) - 1 and blocks == list(range(blocks[0], blocks[-1] + 1))
 
 
 def _causal_mask(new: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -57,7 +57,9 @@ def test_half_types_are_normalised_in_fp32(dtype: torch.dtype) -> None:
     norm.weight.data.fill_(1.0)
     x = (torch.randn(3, 576) * 300).to(dtype)
     exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
-    assert torch.equal(norm(x), exact.to(dtype))
+    got, expected = norm(x), exact.to(dtype)
+    torch.testing.assert_close(got, expected, rtol=torch.finfo(dtype).eps, atol=0)  # one unit in the last place
+    assert (got != expected).float().mean() < 0.005
 
 
 # ---------------------------------------------------------------------- linear shards

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.batch import ForwardBatch
+from models.layers import sdpa
 from models.layers.sdpa import SdpaBackend
 
 
@@ -103,6 +104,26 @@ def test_attention_over_pages_equals_attention_written_out(mix: str, heads: int,
     case = Case(0, MIXES[mix], heads=heads, kv_heads=kv_heads, scatter=scatter)
     for index, out in enumerate(case.run(SdpaBackend())):
         torch.testing.assert_close(out.double(), case.expected(index), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["runs", "scattered"])
+def test_long_decodes_and_full_buffers_change_nothing(monkeypatch: pytest.MonkeyPatch, scatter: bool) -> None:
+    """Limits so low that some decodes are read in place and the gathered ones need several rounds."""
+    monkeypatch.setattr(sdpa, "_LONG", 24)
+    monkeypatch.setattr(sdpa, "_GATHERED_TOKENS", 32)
+    lengths = [(cached, 1) for cached in (5, 40, 6, 7, 21, 70, 1, 23, 12)]
+    case = Case(2, [*lengths, (9, 3)], scatter=scatter)
+    for index, out in enumerate(case.run(SdpaBackend())):
+        torch.testing.assert_close(out.double(), case.expected(index), atol=2e-6, rtol=1e-5)
+
+
+def test_one_backend_serves_steps_of_any_size() -> None:
+    """Its buffers grow and are used again, smaller, afterwards."""
+    backend = SdpaBackend()
+    for seed, longest in enumerate((4, 60, 9, 130, 2)):
+        case = Case(seed, [(longest, 1), (longest + 1, 1)])
+        for index, out in enumerate(case.run(backend)):
+            torch.testing.assert_close(out.double(), case.expected(index), atol=2e-6, rtol=1e-5)
 
 
 def test_new_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
