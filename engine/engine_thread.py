@@ -7,7 +7,7 @@ event loop that asked for them, and each loop is woken once a step; detokenizing
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import queue
 import sys
@@ -35,6 +35,7 @@ SMALL_MODEL_PARAMETERS = 500_000_000
 _IDLE_CHECK_SECONDS = 1.0
 # The default of 5 ms would let a busy engine thread hold up an event loop for several of its steps.
 _SWITCH_INTERVAL = 0.001
+_SHUT_DOWN = "it was shut down"
 
 
 class EngineError(RuntimeError):
@@ -98,8 +99,11 @@ class EngineThread:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._engine: LLMEngine | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[int, _Stream] = {}
+        # Both go on over a retry: an id or a number from before it never means something of the new engine.
+        self._ids = itertools.count(1)
+        self._last_event = 0
         self._lock = threading.Lock()
         self._load = LoadStatus()
         self._error: str | None = None
@@ -137,7 +141,7 @@ class EngineThread:
     def shutdown(self, timeout: float = 5.0) -> None:
         """End every request with "abort", release the model, join the thread."""
         self._stopping = True
-        self._inbox.put(None)
+        self._post(lambda: None)  # wakes the thread, which then sees that it is to stop
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -247,10 +251,13 @@ class EngineThread:
             from engine.llm_engine import LLMEngine
 
             engine = LLMEngine(self.config, self._report)
+            engine.events.continue_after(self._last_event)
             self._engine = engine
             self._load = LoadStatus("ready", 100.0)
             self._settled.set()
             self._loop(engine)
+            with self._lock:  # no request gets in from here on
+                self._error = _SHUT_DOWN
             for request_id in list(self._streams):
                 engine.abort(request_id)
             self._deliver(engine.step())
@@ -262,32 +269,36 @@ class EngineThread:
             self._cause = error
             self._error = str(error) if expected else f"{type(error).__name__}: {error}"
         finally:
-            self._fail_all(self._error or "the engine was shut down")
+            self._end_all()
             self._engine = None
             if engine is not None:
+                self._last_event = engine.events.last_seq
                 engine.exit()
             self._settled.set()
 
     def _loop(self, engine: LLMEngine) -> None:
         unchecked = False
         while True:
-            try:
-                command = self._inbox.get_nowait() if not engine.is_finished() else self._wait(unchecked)
-            except queue.Empty:
-                if engine.is_finished():
-                    # Drained and quiet: the books must balance now, or nothing after this can be trusted.
-                    engine.check_integrity()
-                    unchecked = False
-                    continue
-                self._deliver(engine.step())
-                continue
-            if command is None or self._stopping:
+            idle = engine.is_finished()
+            command = self._next_command(idle, _IDLE_CHECK_SECONDS if unchecked else None)
+            if self._stopping:
                 return
-            command()
-            unchecked = True
+            if command is not None:
+                command()
+                unchecked = True
+            elif idle:
+                # Drained and quiet: the books must balance now, or nothing after this can be trusted.
+                engine.check_integrity()
+                unchecked = False
+            else:
+                self._deliver(engine.step())
 
-    def _wait(self, unchecked: bool) -> Callable[[], None] | None:
-        return self._inbox.get(timeout=_IDLE_CHECK_SECONDS if unchecked else None)
+    def _next_command(self, wait: bool, timeout: float | None) -> Callable[[], None] | None:
+        """The next one of the inbox; None where there is none now, or within the timeout (seconds)."""
+        try:
+            return self._inbox.get(wait, timeout)
+        except queue.Empty:
+            return None
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
@@ -300,14 +311,18 @@ class EngineThread:
             elif isinstance(stream, BlockingStream):
                 stream.put(output)
         for loop, batch in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to read
+            try:
                 loop.call_soon_threadsafe(_hand_over, batch)
+            except RuntimeError:  # the loop was closed: nobody is left to read
+                for stream, _ in batch:
+                    self.abort(stream.request_id)
 
-    def _fail_all(self, cause: str) -> None:
-        """Give every stream that is still open the root cause."""
+    def _end_all(self) -> None:
+        """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
         with self._lock:
             open_ids = list(self._streams)
-        self._deliver([StepOutput(request_id, [], "error", cause) for request_id in open_ids])
+        reason, error = ("abort", None) if self._stopping else ("error", self._error)
+        self._deliver([StepOutput(request_id, [], reason, error) for request_id in open_ids])
 
     def _report(self, stage: str, percent: float) -> None:
         self._load = LoadStatus(stage, round(percent, 1))
@@ -329,15 +344,15 @@ class EngineThread:
     ) -> _Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()
-        engine.validate(prompt_ids, params)
+        engine.validate(prompt_ids, params, priority)
         if len(self._streams) >= MAX_UNFINISHED:
             raise QueueFull(f"{len(self._streams)} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
-        return _Submission(engine.new_request_id(), list(prompt_ids), params, priority, owner, arrival)
+        return _Submission(next(self._ids), list(prompt_ids), params, priority, owner, arrival)
 
     def _register(self, request: _Submission, stream: _Stream) -> None:
         with self._lock:
             if self._error is not None or self._engine is None:
-                raise EngineDead(f"the engine has stopped: {self._error or 'shut down'}")
+                raise EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}")
             self._streams[request.request_id] = stream
         self._post(lambda: self._add(request))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -31,10 +30,15 @@ class EventLog:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._ring: deque[BlockEvent] = deque(maxlen=capacity)
-        self._next = itertools.count(1)
+        self.last_seq = 0
 
     def add(self, kind: str, owner: int, request_id: int, count: int, detail: str = "") -> None:
-        self._ring.append(BlockEvent(next(self._next), time.time(), kind, owner, request_id, count, detail))
+        self.last_seq += 1
+        self._ring.append(BlockEvent(self.last_seq, time.time(), kind, owner, request_id, count, detail))
+
+    def continue_after(self, seq: int) -> None:
+        """Number on from an earlier log's last event, so that whoever polls by number misses nothing."""
+        self.last_seq = max(self.last_seq, seq)
 
     def since(self, seq: int) -> list[BlockEvent]:
         """Events after number `seq`, oldest first; those that left the ring are gone."""

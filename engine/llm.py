@@ -58,7 +58,7 @@ class LLM:
             raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts; give one, or one per prompt")
         encoded = [self.engine.encode(p) for p in many]
         for ids, one in zip(encoded, params, strict=True):
-            self.engine.validate(ids, one)
+            self.engine.validate(ids, one, priority)
         order = [self.add_request(ids, one, priority) for ids, one in zip(encoded, params, strict=True)]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}

@@ -64,8 +64,14 @@ class LLMEngine:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def validate(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Raise ValueError for an empty prompt, an id outside the vocabulary, or text stops without a tokenizer."""
+    def validate(
+        self, prompt_ids: list[int], params: SamplingParams, priority: int = RequestPriority.NORMAL
+    ) -> None:
+        """Raise ValueError for an empty prompt, an id outside the vocabulary, text stops without a tokenizer, or
+        a priority that is none."""
+        if priority not in tuple(RequestPriority):
+            names = ", ".join(f"{p.value} ({p.name})" for p in RequestPriority)
+            raise ValueError(f"priority={priority!r} must be one of {names}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams; beam search is not available yet")
         if not prompt_ids:
@@ -113,7 +119,7 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         prompt_ids = self.encode(prompt)
-        self.validate(prompt_ids, params)
+        self.validate(prompt_ids, params, priority)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= set(self.model_config.eos_token_ids)

@@ -173,9 +173,7 @@ def test_the_second_turn_hits_every_full_block_of_the_first_the_reply_included(l
 def test_requests_are_admitted_by_priority_then_by_arrival() -> None:
     driver = Driver(history_engine(32, 4, max_num_seqs=1))
     P = RequestPriority
-    added = [
-        (p, driver.add([i], 2, p)) for i, p in enumerate((P.BACKGROUND, P.LOW, P.HIGH, P.NORMAL, P.LOW, P.HIGH))
-    ]
+    added = [(p, driver.add([i], 2, p)) for i, p in enumerate((P.BACKGROUND, P.LOW, P.HIGH, P.NORMAL, P.LOW, P.HIGH))]
     driver.drain()
     assert driver.order == [request_id for p, request_id in sorted(added, key=lambda a: (-a[0], a[1]))]
 

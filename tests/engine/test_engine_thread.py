@@ -1,0 +1,441 @@
+"""EngineThread and its asyncio faces: submitting from anywhere, slow readers, aborts, death and recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from engine import engine_thread
+from engine.config import EngineConfig
+from engine.engine_thread import EngineDead, EngineNotReady, EngineThread, QueueFull
+from engine.llm import AsyncLLM
+from engine.llm_engine import LLMEngine
+from engine.outputs import Delta
+from engine.sampling_params import SamplingParams
+from history_model import history_engine, next_token
+
+
+def tokens(count: int) -> SamplingParams:
+    """Exactly that many tokens."""
+    return SamplingParams(max_tokens=count, ignore_eos=True)
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+class Bench:
+    """What the patched LLMEngine builds: stand-in engines whose steps last `pause` seconds, every one kept."""
+
+    def __init__(self) -> None:
+        self.engines: list[LLMEngine] = []
+        self.pause = 0.0
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.load_error: Exception | None = None
+
+    def build(self, config: EngineConfig, progress: Callable[[str, float], None]) -> LLMEngine:
+        progress("loading weights", 12.5)
+        while not self.may_load.wait(0.01):
+            progress("loading weights", 12.5)
+        if self.load_error is not None:
+            raise self.load_error
+        engine = history_engine(512, 4, max_num_seqs=64, max_num_batched_tokens=128, max_model_len=1500)
+        launch = engine.runner.launch
+
+        def slowly(plan: object) -> object:
+            time.sleep(self.pause)
+            return launch(plan)  # type: ignore[arg-type]
+
+        engine.runner.launch = slowly  # type: ignore[method-assign,assignment]
+        self.engines.append(engine)
+        return engine
+
+    def break_down(self, error: Exception) -> None:
+        """From now on every step of the newest engine fails."""
+
+        def fail(plan: object) -> object:
+            raise error
+
+        self.engines[-1].runner.launch = fail  # type: ignore[method-assign,assignment]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr("engine.llm_engine.LLMEngine", bench.build)
+    return bench
+
+
+@pytest.fixture
+def engine(bench: Bench) -> Iterator[EngineThread]:
+    thread = EngineThread(EngineConfig())
+    thread.start()
+    assert thread.wait_until_settled(10)
+    yield thread
+    thread.shutdown()
+
+
+async def read(stream: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Seconds until the condition held; fails after `seconds`."""
+    started = time.perf_counter()
+    while not condition():
+        assert time.perf_counter() - started < seconds, f"not within {seconds} s"
+        await asyncio.sleep(0.005)
+    return time.perf_counter() - started
+
+
+# -- submitting -------------------------------------------------------------------------------------------
+
+
+async def test_a_request_from_an_event_loop_streams_its_tokens(engine: EngineThread) -> None:
+    stream = engine.submit([1, 2, 3], tokens(20))
+    deltas = await read(stream)
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 20)
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert (deltas[-1].finish_reason, deltas[-1].num_output_tokens) == ("length", 20)
+    assert next(d.block_table for d in deltas if d.block_table)
+    assert stream.output().metrics.ttft > 0
+
+
+def test_a_request_from_a_plain_thread_streams_its_tokens(engine: EngineThread) -> None:
+    deltas = list(engine.submit_blocking([1, 2, 3], tokens(20)))
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 20)
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_event_loops_and_threads_submit_at_the_same_time(engine: EngineThread) -> None:
+    got: dict[int, list[int]] = {}
+
+    async def in_a_loop(prompts: list[int]) -> None:
+        streams = {p: engine.submit([p], tokens(30)) for p in prompts}
+        await asyncio.gather(*(read(s) for s in streams.values()))
+        got.update((p, s.output().token_ids) for p, s in streams.items())
+
+    def in_a_thread(prompt: int) -> None:
+        got[prompt] = [t for d in engine.submit_blocking([prompt], tokens(30)) for t in d.token_ids]
+
+    workers = [threading.Thread(target=asyncio.run, args=(in_a_loop(list(range(n, n + 5))),)) for n in (0, 10)]
+    workers += [threading.Thread(target=in_a_thread, args=(p,)) for p in (20, 21)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    assert got == {p: continuation([p], 30) for p in (*range(5), *range(10, 15), 20, 21)}
+
+
+async def test_a_slow_reader_gets_everything_in_few_merged_deltas(engine: EngineThread) -> None:
+    stream = engine.submit([1, 2, 3], tokens(60))
+    first = await anext(stream)
+    await until(lambda: stream.output().finish_reason is not None, 5)
+    rest = await read(stream)
+    assert len(rest) == 1
+    assert first.token_ids + rest[0].token_ids == continuation([1, 2, 3], 60)
+    assert rest[0].finish_reason == "length"
+
+
+async def test_an_event_loop_is_woken_once_a_step_however_many_streams_it_reads(
+    engine: EngineThread, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    by_engine: list[object] = []
+
+    def counting(callback: Callable, *args: object, **kwargs: object) -> object:
+        if threading.current_thread().name == "engine":
+            by_engine.append(callback)
+        return wake(callback, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+    bench.pause = 0.002
+    streams = [engine.submit([i], tokens(25)) for i in range(12)]
+    await asyncio.gather(*(read(s) for s in streams))
+    assert [len(s.output().token_ids) for s in streams] == [25] * 12
+    assert 25 <= len(by_engine) <= bench.engines[0].stats.num_steps
+
+
+async def test_hundreds_of_streams_at_once_each_get_their_own_tokens(engine: EngineThread) -> None:
+    streams = [engine.submit([i % 90, i // 90, 5], tokens(10)) for i in range(400)]
+    await asyncio.gather(*(read(s) for s in streams))
+    for i, stream in enumerate(streams):
+        assert stream.output().token_ids == continuation([i % 90, i // 90, 5], 10)
+    assert (engine.status().running, engine.status().waiting, engine.status().kv["active"]) == (0, 0, 0)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"), [([], "0 tokens"), ([1, 97], "token id 97"), ([-1], "token id -1"), ([1.5], "1.5")]
+)
+async def test_a_bad_prompt_is_refused_where_it_is_submitted(engine: EngineThread, prompt: list, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        engine.submit(prompt, tokens(3))
+    assert await read(engine.submit([1], tokens(3)))
+
+
+async def test_a_bad_priority_is_refused_where_it_is_submitted_and_hurts_nobody(engine: EngineThread) -> None:
+    with pytest.raises(ValueError, match="priority=99"):
+        engine.submit([1], tokens(3), priority=99)  # type: ignore[arg-type]
+    assert (await read(engine.submit([1], tokens(3))))[-1].finish_reason == "length"
+
+
+async def test_too_long_a_prompt_ends_with_an_error_that_has_both_numbers_and_others_go_on(
+    engine: EngineThread,
+) -> None:
+    other = engine.submit([1], tokens(30))
+    (delta,) = await read(engine.submit([2] * 1500, tokens(3)))
+    assert delta.finish_reason == "error"
+    assert "1500 tokens" in delta.error and "1499" in delta.error
+    assert len(await read(other)) > 0 and other.output().token_ids == continuation([1], 30)
+
+
+async def test_a_full_queue_refuses_with_the_limit_and_takes_requests_again_later(
+    engine: EngineThread, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MAX_UNFINISHED", 3)
+    bench.pause = 0.01
+    streams = [engine.submit([i], tokens(20)) for i in range(3)]
+    with pytest.raises(QueueFull, match="limit is 3"):
+        engine.submit([9], tokens(20))
+    await asyncio.gather(*(read(s) for s in streams))
+    assert await read(engine.submit([9], tokens(2)))
+
+
+async def test_a_request_before_the_model_is_loaded_is_told_the_stage(bench: Bench) -> None:
+    bench.may_load.clear()
+    engine = EngineThread(EngineConfig())
+    with pytest.raises(EngineNotReady):
+        engine.submit([1], tokens(2))
+    engine.start()
+    await until(lambda: engine.status().load.stage == "loading weights", 5)
+    assert not engine.status().ready
+    with pytest.raises(EngineNotReady, match="loading weights"):
+        engine.submit([1], tokens(2))
+    with pytest.raises(EngineNotReady):
+        engine.encode([1])
+    bench.may_load.set()
+    assert await asyncio.to_thread(engine.wait_until_settled, 5)
+    assert engine.status().ready
+    assert await read(engine.submit([1], tokens(2)))
+    engine.shutdown()
+
+
+# -- abort ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["stream", "engine"])
+async def test_an_abort_frees_the_engine_within_half_a_second_and_keeps_the_figures(
+    engine: EngineThread, bench: Bench, how: str
+) -> None:
+    bench.pause = 0.02
+    stream = engine.submit([1, 2, 3, 4, 5], tokens(1000))
+    await anext(stream)
+    stream.abort() if how == "stream" else engine.abort(stream.request_id)
+    assert await until(lambda: engine.status().running == 0, 0.5) < 0.5
+    assert engine.status().kv["active"] == 0
+    last = (await read(stream))[-1]
+    assert (last.finish_reason, last.num_prompt_tokens) == ("abort", 5)
+    assert last.num_output_tokens == len(stream.output().token_ids) > 0
+    stream.abort()
+    engine.abort(stream.request_id)
+    engine.abort(10**9)
+    assert await read(engine.submit([1], tokens(2)))
+
+
+async def test_an_abort_right_after_submitting_ends_the_stream(engine: EngineThread) -> None:
+    stream = engine.submit([1], tokens(1000))
+    stream.abort()
+    assert (await asyncio.wait_for(read(stream), 1))[-1].finish_reason == "abort"
+
+
+def test_requests_of_an_event_loop_that_was_closed_are_given_up(engine: EngineThread, bench: Bench) -> None:
+    bench.pause = 0.005
+
+    async def leave() -> None:
+        await anext(engine.submit([1], tokens(1000)))
+
+    asyncio.run(leave())
+    asyncio.run(until(lambda: engine.status().running == 0, 1))
+    assert list(engine.submit_blocking([2], tokens(2)))
+
+
+# -- death and recovery -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+async def test_when_the_engine_dies_every_stream_gets_the_root_cause_and_a_retry_serves_again(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.pause = 0.01
+    streams = [engine.submit([i], tokens(1000)) for i in range(80)]  # more than run at once
+    blocking = engine.submit_blocking([7], tokens(1000))
+    await anext(streams[0])
+    bench.break_down(RuntimeError("the device fell off the bus"))
+    ends = await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 1)
+    ends.append(list(blocking))
+    for deltas in ends:
+        assert deltas[-1].finish_reason == "error"
+        assert deltas[-1].error == "RuntimeError: the device fell off the bus"
+    with pytest.raises(EngineDead, match="fell off the bus"):
+        engine.submit([1], tokens(2))
+    status = engine.status()
+    assert (status.ready, status.running) == (False, 0)
+    assert "fell off the bus" in status.error
+
+    engine.retry()
+    assert await asyncio.to_thread(engine.wait_until_settled, 5)
+    assert engine.status().ready and engine.status().error is None
+    again = engine.submit([1, 2], tokens(20))
+    await read(again)
+    assert again.output().token_ids == continuation([1, 2], 20)
+    assert len(bench.engines) == 2
+
+
+async def test_a_late_abort_of_a_request_that_died_with_the_engine_does_not_hit_a_new_one_nor_are_its_events_missed(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.break_down(RuntimeError("gone"))
+    old = engine.submit([1], tokens(5))
+    await read(old)
+    last_event = bench.engines[0].events.last_seq
+    engine.retry()
+    await asyncio.to_thread(engine.wait_until_settled, 5)
+    bench.pause = 0.002
+    new = engine.submit([2], tokens(40))
+    await anext(new)
+    engine.abort(old.request_id)
+    assert (await read(new))[-1].finish_reason == "length"
+    kinds = [e.kind for e in engine.events(last_event)]
+    assert kinds[0] == "allocate" and kinds[-1] == "finish", "events of the new engine are numbered as old ones"
+
+
+async def test_a_request_in_the_moment_of_death_is_never_left_hanging(engine: EngineThread, bench: Bench) -> None:
+    """Submissions race the dying thread: each is refused or ends with the cause."""
+    bench.break_down(RuntimeError("gone"))
+    streams, refused = [], 0
+    for i in range(200):
+        try:
+            streams.append(engine.submit([i % 90], tokens(5)))
+        except EngineDead:
+            refused += 1
+            await asyncio.sleep(0)
+    for deltas in await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 2):
+        assert deltas[-1].error == "RuntimeError: gone"
+    assert refused > 0 and streams
+
+
+async def test_books_that_do_not_balance_stop_the_engine(
+    engine: EngineThread, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_IDLE_CHECK_SECONDS", 0.02)
+    await read(engine.submit([1, 2, 3, 4, 5], tokens(3)))
+    bench.engines[0].blocks._refcount[3] += 1
+    await read(engine.submit([1, 2, 3, 4, 5], tokens(3)))
+    await until(lambda: engine.status().error is not None, 2)
+    assert "block 3 has refcount" in engine.status().error
+
+
+def test_a_model_that_cannot_be_served_is_said_in_one_line_and_may_be_tried_again(bench: Bench) -> None:
+    bench.load_error = ValueError("no such model: nowhere")
+    engine = EngineThread(EngineConfig(model="nowhere"))
+    engine.start()
+    assert engine.wait_until_settled(5)
+    assert engine.status().error == "no such model: nowhere"
+    assert engine.cause is bench.load_error
+    with pytest.raises(EngineDead, match="no such model: nowhere"):
+        engine.submit_blocking([1], tokens(2))
+    bench.load_error = None
+    engine.retry()
+    assert engine.wait_until_settled(5)
+    assert list(engine.submit_blocking([1], tokens(2)))
+    engine.shutdown()
+
+
+def test_a_retry_while_all_is_well_changes_nothing(engine: EngineThread, bench: Bench) -> None:
+    engine.retry()
+    engine.start()
+    assert list(engine.submit_blocking([1], tokens(2)))
+    assert len(bench.engines) == 1
+
+
+# -- shutdown ---------------------------------------------------------------------------------------------
+
+
+async def test_a_shutdown_ends_every_stream_with_abort_also_the_ones_not_taken_in_yet(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.pause = 0.05
+    streams = [engine.submit([i], tokens(1000)) for i in range(5)]
+    await anext(streams[0])
+    streams += [engine.submit([i], tokens(1000)) for i in range(5)]
+    engine.shutdown()
+    for deltas in await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 1):
+        assert (deltas[-1].finish_reason, deltas[-1].error) == ("abort", None)
+    assert len(streams[0].output().token_ids) > 0
+    with pytest.raises(EngineDead, match="shut down"):
+        engine.submit([1], tokens(2))
+    assert not engine.status().ready
+    engine.shutdown()
+
+
+def test_a_shutdown_in_the_middle_of_loading_ends_the_thread(bench: Bench) -> None:
+    bench.may_load.clear()
+    engine = EngineThread(EngineConfig())
+    engine.start()
+    engine.shutdown()
+    assert not any(t.name == "engine" for t in threading.enumerate())
+    assert "shut down" in (engine.status().error or "")
+
+
+def test_a_shutdown_of_an_engine_that_never_started_does_nothing() -> None:
+    EngineThread(EngineConfig()).shutdown()
+
+
+# -- AsyncLLM ---------------------------------------------------------------------------------------------
+
+
+async def test_async_llm_generates_and_streams(bench: Bench) -> None:
+    async with AsyncLLM("stand-in") as llm:
+        out = await llm.generate([1, 2, 3], tokens(20))
+        assert (out.token_ids, out["finish_reason"]) == (continuation([1, 2, 3], 20), "length")
+        streamed = [t async for d in llm.stream([1, 2, 3], tokens(20)) for t in d.token_ids]
+        assert streamed == out.token_ids
+        outs = await asyncio.gather(*(llm.generate([i], tokens(12)) for i in range(30)))
+        assert [o.token_ids for o in outs] == [continuation([i], 12) for i in range(30)]
+
+
+async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:
+    bench.pause = 0.005
+    async with AsyncLLM("stand-in") as llm:
+        task = asyncio.create_task(llm.generate([1], tokens(1000)))
+        await until(lambda: llm.engine.status().running == 1, 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: llm.engine.status().running == 0, 0.5)
+
+
+async def test_leaving_a_stream_aborts_its_request(bench: Bench) -> None:
+    bench.pause = 0.005
+    async with AsyncLLM("stand-in") as llm:
+        async for _ in llm.stream([1], tokens(1000)):
+            break
+        await until(lambda: llm.engine.status().running == 0, 0.5)
+
+
+async def test_async_llm_raises_what_kept_the_model_from_loading(bench: Bench) -> None:
+    bench.load_error = ValueError("no such model: nowhere")
+    with pytest.raises(ValueError, match="no such model: nowhere"):
+        await AsyncLLM("nowhere").__aenter__()
