@@ -25,7 +25,7 @@ _MAX_UTF8 = 4  # bytes of the longest character
 _CONTEXT = 6  # prompt tokens that a tokenizer without byte-level tokens sees before the first output token
 # Such a tokenizer may show a whole run of bytes as broken for the sake of its last character: all that the
 # window holds of earlier ones, and up to three more bytes. A longer run will never become whole.
-_MAX_BROKEN = _CONTEXT + _MAX_UTF8 - 1
+_MAX_BROKEN = _CONTEXT + 2 * (_MAX_UTF8 - 1)
 
 
 class TokenDecoder(Protocol):
@@ -141,10 +141,9 @@ class _TextDecoder:
 
     def __init__(self, tokenizer: TokenDecoder, prompt_ids: Sequence[int]) -> None:
         self._decode = tokenizer.decode
-        self._window = list(prompt_ids[-_CONTEXT:])
-        self._num_shown = len(self._window)  # ids of the window whose text has been given out
-        self._shown = self._whole_prefix()
-        self._from_prompt = self._shown != self._decode(self._window)
+        # _shown is the text of the window's first _num_shown ids, which the reader has.
+        self._window, self._num_shown, self._shown = self._prompt_window(prompt_ids)
+        self._from_prompt = self._num_shown < len(self._window)
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -165,13 +164,16 @@ class _TextDecoder:
         """The text before a character that never became whole."""
         return self._decode(self._window).rstrip(REPLACEMENT)[len(self._shown) :]
 
-    def _whole_prefix(self) -> str:
-        """The window's text less the bytes at its end that only begin a character."""
-        for cut in range(min(_MAX_UTF8, len(self._window))):
-            text = self._decode(self._window[: len(self._window) - cut])
-            if not text.endswith(REPLACEMENT):
-                return text
-        return ""
+    def _prompt_window(self, prompt_ids: Sequence[int]) -> tuple[list[int], int, str]:
+        """The prompt's last ids from the start of a character on; how many of them make whole ones; their text."""
+        for length in range(_CONTEXT, _CONTEXT + _MAX_UTF8):
+            window = list(prompt_ids[-length:])
+            for cut in range(min(_MAX_UTF8, len(window) + 1)):
+                whole = len(window) - cut
+                text = self._decode(window[:whole])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return window, whole, text
+        return [], 0, ""  # bytes without a character: nothing that the output could join
 
 
 class _StopFinder:

@@ -290,6 +290,14 @@ def test_byte_fallback_tokens_that_the_prompt_began_are_completed_or_dropped():
     assert run(tokenizer, [[257]], [256, *"é".encode(), *emoji[:2]])[0] == " cat"
 
 
+@pytest.mark.parametrize("characters", ["漢😀é", "é漢字かな", "😀😀😀", "aaaa漢漢"])
+def test_a_prompt_of_byte_tokens_is_looked_at_from_a_character_s_start(characters):
+    data = characters.encode()
+    for cut in range(len(data)):
+        shown, _ = run(WordTokenizer(), each(data[cut:]), [256, *data[:cut]])
+        assert data[:cut].decode("utf-8", "ignore") + shown == characters
+
+
 def test_bytes_that_can_never_join_are_not_held_back_for_ever():
     shown, _ = run(WordTokenizer(), each(b"\xff" * 20), [256])
     assert shown.startswith(REPLACEMENT * 4)
