@@ -47,7 +47,7 @@ def load_model(
     path, device = Path(path), torch.device(device)
     kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = get_model_class(config.architecture)(config, get_backend(attention_backend), dtype=kind, device=device)
-    weights = _gguf_weights(path, config, kind) if is_gguf(path) else _folder_weights(path)
+    weights = _gguf_weights(path, config) if is_gguf(path) else _folder_weights(path)
     with torch.inference_mode():
         _fill(model, weights, path, config.tie_word_embeddings, progress or (lambda stage, percent: None))
         for module in model.modules():
@@ -114,7 +114,7 @@ _GGUF_LAYER = {
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def _gguf_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Weights:
+def _gguf_weights(path: Path, config: ModelConfig) -> Weights:
     file = GGUFFile(path)
     total = sum(info.nbytes for info in file.tensors.values())
     permuted = config.architecture == "LlamaForCausalLM"
@@ -131,7 +131,7 @@ def _gguf_weights(path: Path, config: ModelConfig, dtype: torch.dtype) -> Weight
             heads = config.num_key_value_heads
 
         def read(gguf_name: str = gguf_name, heads: int = heads) -> Tensor:
-            tensor = read_tensor(file, gguf_name, dtype)
+            tensor = read_tensor(file, gguf_name)
             return _unpermute(tensor, heads) if heads else tensor
 
         yield name, read, done / total
