@@ -122,7 +122,8 @@ class LLM:
         return kept + self._advance()
 
     def is_finished(self) -> bool:
-        return self.engine.is_finished() and not self._kept
+        """True when no request is left and no result waits for a step()."""
+        return not (self._streams or self._kept)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start (tokens, requests), rates (tokens a second) and the pool's blocks."""
@@ -149,7 +150,7 @@ class LLM:
         }
 
     def exit(self) -> None:
-        """Let go of the model and its memory."""
+        """Let go of the model and its memory; a second call is a no-op."""
         self.engine.exit()
 
     def _advance(self) -> list[RequestOutput]:

@@ -95,8 +95,10 @@ class LLMEngine:
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; special tokens typed in text are encoded as text. Ids pass unchanged."""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, (list, tuple)):
             return list(prompt)
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt={prompt!r} must be text or a list of token ids")
         if self.tokenizer is None:
             raise ValueError("this model's folder has no tokenizer: give the prompt as a list of token ids")
         return self.tokenizer.encode(prompt, add_bos=True)

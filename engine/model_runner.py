@@ -147,9 +147,10 @@ class ModelRunner:
         self.sampler.forget(request_id)
 
     def exit(self) -> None:
-        """Let go of the model's and the pool's memory."""
-        self.kv_cache = None
-        del self.model
+        """Let go of the model's and the pool's memory; a second call is a no-op."""
+        if self.kv_cache is not None:
+            self.kv_cache = None
+            del self.model
 
     # -- internals ------------------------------------------------------------------------------------
 
