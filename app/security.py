@@ -38,9 +38,14 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 
+# Set with the page. SameSite=Strict: a browser sends it back only from a page of this site, which is all that its
+# presence tells; it holds nothing.
+PAGE_COOKIE = "pageturn-page"
+SET_PAGE_COOKIE = f"{PAGE_COOKIE}=1; Path=/; SameSite=Strict; HttpOnly"
+
 
 class SecurityHeaders:
-    """ASGI middleware that puts HEADERS on every response."""
+    """ASGI middleware that puts HEADERS on every response and the page's cookie on the page."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,9 +55,14 @@ class SecurityHeaders:
             await self._app(scope, receive, send)
             return
 
+        is_page = scope["path"].removeprefix(scope.get("root_path", "")) == "/"
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                if is_page:
+                    headers.append("Set-Cookie", SET_PAGE_COOKIE)
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
@@ -71,11 +81,11 @@ class Guard:
         """False for a request that a browser sends on behalf of another site's page.
 
         Sockets and simple POSTs are not held back by the browser's same-origin policy. A client that is no browser
-        sends no Origin and passes. A proxy that rewrites Host leaves X-Forwarded-Host or, with a current browser,
-        Sec-Fetch-Site to go by; a page can set neither.
+        sends no Origin and passes. Behind a proxy that rewrites Host there is X-Forwarded-Host to go by, or the
+        page's cookie; a foreign page can bring neither.
         """
         origin = connection.headers.get("origin")
-        if origin is None or connection.headers.get("sec-fetch-site") == "same-origin":
+        if origin is None or PAGE_COOKIE in connection.cookies:
             return True
         host = urlsplit(origin).netloc.lower()
         forwarded = connection.headers.get("x-forwarded-host", "").split(",")[0].strip()

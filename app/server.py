@@ -108,7 +108,7 @@ class UnderPath:
         if scope["type"] in ("http", "websocket"):
             path = scope["path"]
             kept = path == self._root or path.startswith(self._root + "/")
-            scope = scope | {"root_path": self._root, "path": path if kept else self._root + path}
+            scope = {**scope, "root_path": self._root, "path": path if kept else self._root + path}
         await self._app(scope, receive, send)
 
 

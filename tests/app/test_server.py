@@ -15,6 +15,8 @@ import openai
 import pytest
 from openai import OpenAI
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect as connect_now
 
 from tests.support.app_process import AppProcess
 
@@ -218,11 +220,16 @@ def test_a_signal_in_mid_stream_ends_streams_and_server_cleanly(tmp_path: Path, 
         client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=30)
         stream = client.chat.completions.create(model=MODEL, messages=STORY, stream=True, **ENDLESS)
         next(iter(stream))
-        began = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="shut"):
-            for _ in stream:
-                pass
+        with connect_now(f"ws://127.0.0.1:{server.port}/kv/ws", max_size=None) as panel:
+            panel.recv()
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shut"):
+                for _ in stream:
+                    pass
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    panel.recv(timeout=10)
         assert server.process.wait(20) == 0, server.log()
         assert time.monotonic() - began < 6
         assert "Traceback" not in server.log() and "ERROR" not in server.log()

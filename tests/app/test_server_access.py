@@ -123,6 +123,14 @@ async def test_behind_a_proxy_under_a_path_page_socket_and_api_work(strips: bool
         )
 
 
+async def test_the_page_s_cookie_is_one_that_other_sites_cannot_make_a_browser_send(serve: Serve) -> None:
+    async with serve() as address, httpx.AsyncClient(base_url=f"http://{address}") as http:
+        cookie = (await http.get("/")).headers["set-cookie"]
+        assert "SameSite=Strict" in cookie and "HttpOnly" in cookie
+        for path in ("/healthz", "/config", "/v1/models"):
+            assert "set-cookie" not in (await http.get(path)).headers
+
+
 async def test_an_upload_beyond_the_limit_is_refused(serve: Serve) -> None:
     async with serve() as address, httpx.AsyncClient(base_url=f"http://{address}") as http:
         refused = await http.post("/gradio_api/upload", files={"files": ("big.txt", b"x" * 5_000_000)})
