@@ -89,6 +89,7 @@
         followReply(moved || value.sent !== null);
         showInAddress(value.open, first || value.sent === "");
         first = false;
+        if (value.answering) trigger("follow", {});
       }
       const open = value.chats.find((chat) => chat.id === shown);
       document.title = open ? `${open.title} – PageTurn` : "PageTurn";
