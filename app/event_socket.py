@@ -58,7 +58,7 @@ def _scope(socket: WebSocket) -> dict[str, Any]:
     kept = [(k, v) for k, v in socket.scope["headers"] if k not in dropped and not k.startswith(b"sec-websocket")]
     return {
         "type": "http",
-        "asgi": socket.scope["asgi"],
+        "asgi": {"version": "3.0", "spec_version": "2.3"},  # the response listens for the disconnect itself
         "http_version": "1.1",
         "method": "GET",
         "scheme": {"wss": "https"}.get(socket.scope.get("scheme", "ws"), "http"),

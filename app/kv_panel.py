@@ -14,6 +14,7 @@ open chat comes as the component's value, JSON made here:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def kv_panel() -> gr.HTML:
         js_on_load="window.pageturn.mountPanel(element, watch, props)",
         apply_default_css=False,
     )
+
+
+class PrefillRate:
+    """The engine's prefill tokens/s as last measured: its own figure falls to 0 when nothing was prefilled lately."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._last = 0.0
+
+    def __call__(self) -> float:
+        self._last = self._now() or self._last
+        return self._last
 
 
 def panel_value(

@@ -44,13 +44,12 @@
     }
     function showChat() {
       const last = chat.turns?.at(-1);
+      grid.owner = events.owner = chat.owner ?? 0;
       put("ttft", last?.ttft ? ms(last.ttft) : "–");
       put("ttft-note", last?.prompt ? `cached ${number(last.cached)} / ${number(last.prompt)} prompt tokens` : "");
       showStrip(find(".pt-strip"), last, put);
       events.showTurns(chat.turns ?? []);
       showContext(chat.context_used ?? 0, chat.context_limit ?? 0);
-      grid.owner = chat.owner ?? 0;
-      events.owner = grid.owner;
       showTotals();
       showStat();
     }

@@ -1,0 +1,108 @@
+"""The page's small parts: which event of a tab may show, what its arguments may be, the settings form."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import gradio as gr
+import pytest
+
+from app.chat import ChatSettings
+from app.page_arguments import as_message, as_text, as_turn_id, identity
+from app.page_tabs import REMEMBERED, Tabs
+from app.settings_form import FIELDS, read_form, show_form
+
+DEFAULTS = ChatSettings(temperature=0.2, max_tokens=512)
+
+
+def test_only_the_newest_event_of_a_tab_may_show():
+    tabs = Tabs()
+    old, new = tabs.show("tab", "a"), tabs.show("tab", "b")
+    assert not tabs.is_newest("tab", old) and tabs.is_newest("tab", new)
+    assert tabs.is_newest("other", tabs.show("other", "a")) and tabs.is_newest("tab", new)
+
+
+def test_a_reply_is_followed_only_in_the_tab_that_shows_its_chat():
+    tabs = Tabs()
+    assert tabs.follow("tab", "a") == 0
+    tabs.show("tab", "a")
+    first = tabs.follow("tab", "a")
+    assert tabs.is_newest("tab", first) and tabs.follow("tab", "b") == 0 and tabs.is_newest("tab", first)
+    tabs.show("tab", "b")
+    assert tabs.follow("tab", "a") == 0 and not tabs.is_newest("tab", first)
+
+
+def test_tabs_are_forgotten_in_the_order_of_their_last_use():
+    tabs = Tabs()
+    first = tabs.show("first", "a")
+    for n in range(REMEMBERED):
+        tabs.show(str(n), "a")
+    assert not tabs.is_newest("first", first)
+    assert tabs.shows("first") is None
+
+
+@pytest.mark.parametrize("user", [None, "", "A" * 32, "0" * 31, 7, "../../etc", "0" * 32 + "\n"])
+def test_an_id_that_no_browser_made_is_refused(user):
+    with pytest.raises(gr.Error):
+        identity(SimpleNamespace(username=None), user, login=False)
+
+
+def test_with_a_login_the_browsers_id_counts_for_nothing():
+    assert identity(SimpleNamespace(username="ada"), "0" * 32, login=True) == "login:ada"
+    with pytest.raises(gr.Error):
+        identity(SimpleNamespace(username=None), "0" * 32, login=True)
+
+
+@pytest.mark.parametrize("value", [1, [], {}, True, b"x"])
+def test_arguments_that_are_no_text_are_refused(value):
+    with pytest.raises(gr.Error):
+        as_text(value)
+
+
+@pytest.mark.parametrize("value", ["x", [1], {}, "1.5"])
+def test_turn_ids_that_are_no_numbers_are_refused(value):
+    if value == {}:
+        assert as_turn_id(value) == 0
+    else:
+        with pytest.raises(gr.Error):
+            as_turn_id(value)
+
+
+def test_a_message_may_come_as_text_or_as_parts():
+    assert as_message("a") == as_message([{"type": "text", "text": "a"}]) == "a"
+
+
+def test_the_form_shows_and_reads_back_every_setting():
+    settings = ChatSettings(
+        temperature=1.5, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=-1.0,
+        frequency_penalty=0.5, max_tokens=99, seed=3, stop=("a", "b c"), system_prompt="Be brief.", thinking=False,
+        leave_out_older=True,
+    )  # fmt: skip
+    assert read_form(show_form(settings), DEFAULTS) == settings
+    assert read_form(show_form(DEFAULTS), ChatSettings()) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", -1, "temperature"),
+        ("temperature", "hot", "temperature"),
+        ("top_k", "1.5", "top_k"),
+        ("max_tokens", "many", "max_tokens"),
+        ("max_tokens", "0", "max_tokens"),
+        ("seed", "-1", "seed"),
+        ("stop", "\n".join("abcdefghijklmnopq"), "stop"),
+        ("system_prompt", 5, "system_prompt"),
+        ("thinking", "yes", "thinking"),
+    ],
+)
+def test_a_wrong_value_is_named(field, value, words):
+    form = show_form(DEFAULTS)
+    form[FIELDS.index(field)] = value
+    with pytest.raises(ValueError, match=words):
+        read_form(form, DEFAULTS)
+
+
+def test_a_form_of_another_version_of_the_page_is_refused():
+    with pytest.raises(ValueError, match="reload"):
+        read_form(show_form(DEFAULTS)[:-1], DEFAULTS)
