@@ -104,7 +104,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         device=device,
         runner=runner,
         num_blocks=num_blocks,
-        num_parameters=sum(p.numel() for p in runner.model.parameters()),
+        num_parameters=runner.model.num_parameters,
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         adaptive_budget=on_cpu and config.max_num_batched_tokens is None,

@@ -120,6 +120,8 @@ class LlamaForCausalLM(nn.Module):
         self.model = LlamaModel(config, self.layer_class, backend, **place)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied)
+        # Counted now: packing moves weights out of the parameters.
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""

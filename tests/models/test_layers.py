@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.layers.embed_head import Embedding, Head
 from models.layers.layernorm import RMSNorm
 from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from models.layers.packed import can_pack
 from models.layers.rotary import RotaryEmbedding, rope_frequencies
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_the_norm_leaves_its_input_and_the_residual_alone(dtype: torch.dtype) ->
     x_before, residual_before = x.clone(), residual.clone()
     normed, total = norm.add_and_norm(x, residual)
     assert torch.equal(x, x_before) and torch.equal(residual, residual_before)
-    assert torch.equal(total, x + residual)
+    assert torch.equal(total, x.float() + residual.float())
     assert torch.equal(normed, norm(total))
     assert total.data_ptr() not in (x.data_ptr(), residual.data_ptr())
     norm(x)
@@ -156,3 +157,44 @@ def test_frequency_factors_divide_the_frequencies() -> None:
         config(rope_scaling={"rope_type": "frequency_factors", "factors": [1.0, 2.0, 4.0, 8.0]})
     )
     assert torch.equal(divided, plain / torch.tensor([1.0, 2.0, 4.0, 8.0])) and scale == 1.0
+
+
+# ---------------------------------------------------------------------- packed weights
+
+
+def bf16_layer(out: int = 48, inner: int = 64) -> RowLinear:
+    layer = RowLinear(inner, out, True, torch.bfloat16, CPU)
+    layer.weight.data.normal_()
+    layer.bias.data.normal_()
+    if not can_pack(layer.weight):
+        pytest.skip("this CPU has no bf16 instructions: weights stay as they are")
+    return layer
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 600])
+def test_a_packed_product_equals_the_plain_one_to_a_rounding(rows: int) -> None:
+    layer = bf16_layer()
+    x = torch.randn(rows, 64).bfloat16()
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    layer.pack_weight()
+    assert layer.packed is not None
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2**-7, atol=2**-5)
+
+
+def test_packing_frees_the_plain_weight_unless_the_embedding_reads_it() -> None:
+    layer = bf16_layer()
+    layer.pack_weight()
+    assert layer.weight.numel() == 0
+    embedding = Embedding(10, 64, torch.bfloat16, CPU)
+    embedding.weight.data.normal_()
+    head = Head(10, 64, torch.bfloat16, CPU, embedding)
+    head.pack_weight()
+    assert head.packed is not None and embedding.weight.shape == (10, 64)
+    x = embedding(torch.tensor([3]))
+    torch.testing.assert_close(head(x), F.linear(x, embedding.weight).float(), rtol=2**-7, atol=2**-5)
+
+
+def test_fp32_weights_are_never_packed() -> None:
+    layer = RowLinear(8, 4, False, FP32, CPU)
+    layer.pack_weight()
+    assert layer.packed is None and layer.weight.shape == (4, 8)
