@@ -21,12 +21,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from app.doorway import THREAD_NAME, Doorway
 from app.settings import Settings
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from engine.engine_thread import EngineThread
 
 EXIT_UNUSABLE = 2
