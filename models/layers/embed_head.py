@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.linear import Linear, copy_whole, new_parameter
+from models.layers.packed import can_pack, pack, packed_linear
 
 
 class Embedding(nn.Module):
@@ -41,14 +42,21 @@ class Head(Linear):
             self.weight = new_parameter((vocab_size, hidden), dtype, device, copy_whole)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return packed_linear(x.float(), self.packed, None)
         if self.weight_fp32 is not None:
             return F.linear(x.float(), self.weight_fp32)
-        return super().forward(x).float()
+        return F.linear(x, self.weight).float()
 
     def pack_weight(self) -> None:
-        if self.weight.device.type == "cpu" and self.weight.dtype != torch.float32:
-            self.weight_fp32 = self.weight.float()
-            self.release_weight()
+        if self.weight.device.type != "cpu" or self.weight.dtype == torch.float32:
+            return
+        full = self.weight.float()
+        if can_pack(full):
+            self.packed = pack(full)
+        else:
+            self.weight_fp32 = full
+        self.release_weight()
 
     def release_weight(self) -> None:
         if not self.tied:  # the embedding still reads it
