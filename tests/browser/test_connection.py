@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 from chatting import (
     ask,
     last_reply,
+    limit_replies,
     message_box,
     open_page,
     replies,
@@ -17,7 +18,7 @@ from chatting import (
     wait_for_replies,
     wait_for_streaming,
 )
-from server_process import Server
+from server_process import Cable, Server
 
 pytestmark = pytest.mark.browser
 
@@ -123,5 +124,40 @@ def test_a_model_that_cannot_be_fetched_is_named_with_a_retry_and_the_draft_is_k
         expect(message_box(page)).to_have_value("Hello?")
         page.locator(".pt-retry").click()
         expect(page.locator(".pt-retry")).to_be_visible()
+    finally:
+        server.end()
+
+
+def test_the_page_works_under_a_path_of_a_proxy(server_args, profile, tmp_path):
+    server = Server(tmp_path / "data", *server_args, "--root-path", "/x").start()
+    cable = Cable(server.port, path="/x")
+    try:
+        page = open_page(profile(), f"{cable.url}/")
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("websocket", lambda socket: asked.append(socket.url))
+        assert int(ask(page, "Hello.")["out"]) > 0
+        assert asked and all(f":{cable.port}/x/" in url for url in asked)
+        expect(page.locator(".pt-legend .pt-cached + span")).not_to_have_text("cached 0")
+    finally:
+        cable.cut()
+        server.end()
+
+
+def test_a_login_is_the_identity_and_guards_page_and_sockets(server_args, profile, tmp_path):
+    server = Server(tmp_path / "data", *server_args, "--auth", "ada:secret word").start()
+    try:
+        for _ in range(2):  # another browser, the same person
+            context = profile()
+            page = context.new_page()
+            page.goto(server.url)
+            page.get_by_label("username").fill("ada")
+            page.get_by_label("password").fill("secret word")
+            page.get_by_role("button", name="Login").click()
+            expect(page.locator(".pt-chats li").first).to_be_attached()
+            limit_replies(page, 8)
+            ask(page, "Who am I?")
+            expect(page.locator(".pt-legend .pt-cached + span")).not_to_have_text("cached 0")
+        expect(page.locator(".pt-chat")).to_have_count(2)
     finally:
         server.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from playwright.sync_api import expect
 
-from chatting import ask, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
+from chatting import ask, limit_replies, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
 
 pytestmark = pytest.mark.browser
 
@@ -137,3 +138,48 @@ def test_copying_a_reply_leaves_its_figures_out(server, profile):
     assert "TTFT" not in copied and "pt-line" not in copied
     assert copied.strip()[:8] == page.locator("#chat .bot").last.inner_text().strip()[:8]
     assert replies(page).count() == 1
+
+
+def test_a_long_chat_loads_its_end_first_and_stays_fluid(server, profile, tmp_path):
+    turns = [
+        {
+            "parent": i - 1 if i else None,
+            "role": "user" if i % 2 == 0 else "assistant",
+            "text": f"Turn {i}.\n\n- **a**\n- `b`",
+            "status": "done",
+            "created": 1.0,
+            "figures": {},
+        }
+        for i in range(200)
+    ]
+    file = tmp_path / "long.json"
+    chat = {"format": "pageturn-chat", "version": 1, "title": "Long", "created": 1.0, "settings": {}, "open": 199}
+    file.write_text(json.dumps(chat | {"turns": turns}))
+    page = open_page(profile(), server.url, max_tokens=None)
+    page.locator(".pt-files input").set_input_files(file)
+    expect(page.locator("#chat .user").first).to_contain_text("Turn 160.")
+    page.locator("#older").click()
+    expect(page.locator("#chat .user").first).to_contain_text("Turn 120.")
+
+    limit_replies(page, 40)
+    send(page, "And now?")
+    wait_for_streaming(page, 1)
+    # Typing while the reply streams: each key is on the screen within a frame or two.
+    slow = page.evaluate(
+        """async () => {
+            const box = document.querySelector('#message textarea');
+            const times = [];
+            for (let i = 0; i < 20; i++) {
+                const start = performance.now();
+                box.value += 'x';
+                box.dispatchEvent(new Event('input', {bubbles: true}));
+                await new Promise(requestAnimationFrame);
+                await new Promise(resolve => setTimeout(resolve, 0));
+                times.push(performance.now() - start);
+            }
+            return times.sort((a, b) => a - b)[Math.floor(times.length * 0.75)];
+        }"""
+    )
+    assert slow < 150, f"{slow:.0f} ms from key to screen"
+    page.locator("#stop").click()
+    expect(page.locator("#stop")).to_be_hidden()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -68,17 +69,20 @@ class Server:
 
 
 class Cable:
-    """A TCP proxy before a server: `cut` breaks every connection and refuses new ones until `mend`."""
+    """A TCP proxy before a server: `cut` breaks every connection and refuses new ones until `mend`.
 
-    def __init__(self, target_port: int) -> None:
-        self.port, self._target = free_port(), target_port
+    path: the page stands under this path ("/x") here, which is taken off before the server sees it.
+    """
+
+    def __init__(self, target_port: int, path: str = "") -> None:
+        self.port, self._target, self._path = free_port(), target_port, path
         self._sockets: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self.mend()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}{self._path}"
 
     def mend(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port))
@@ -99,12 +103,13 @@ class Cable:
                 near, _ = listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._target))
                 self._sockets += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+                for source, sink, path in ((near, far, self._path), (far, near, "")):
+                    threading.Thread(target=self._carry, args=(source, sink, path), daemon=True).start()
 
     @staticmethod
-    def _carry(source: socket.socket, sink: socket.socket) -> None:
+    def _carry(source: socket.socket, sink: socket.socket, path: str) -> None:
+        request_line = re.compile(rb"^([A-Z]+ )" + re.escape(path.encode()) + rb"/")
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                sink.sendall(data)
+                sink.sendall(request_line.sub(rb"\1/", data, count=1) if path else data)
             sink.shutdown(socket.SHUT_WR)
