@@ -4,6 +4,7 @@ Frames are JSON texts, sent over `WS /kv/ws`. The server speaks first; every fra
 same two parts beside its own:
 
     "stat":   {"ready": bool, "stage": str, "percent": float (0-100), "error": str | null, "model": str,
+               "small_model": bool,                          so small that its words should not be relied on
                "running": int, "waiting": int,               requests
                "prefill_rate": float, "decode_rate": float,  tokens/s of the whole engine, recent
                "prompt_tokens": int, "cached_tokens": int,   of all requests since the model was loaded
@@ -260,6 +261,7 @@ def _stat(status: Any) -> dict[str, Any]:
         "percent": round(status.load.percent, 1),
         "error": status.error,
         "model": status.model,
+        "small_model": status.small_model,
         "running": status.running,
         "waiting": status.waiting,
         "prefill_rate": round(status.prefill_rate, 1),

@@ -9,7 +9,8 @@ open chat comes as the component's value, JSON made here:
                 "at": float,           seconds since the epoch
                 "ttft": float, "rate": float,     seconds, tokens/s
                 "prompt": int, "cached": int, "out": int, "block_size": int,   tokens
-                "without": float | null}, ...]}   estimated seconds of a prefill with nothing cached
+                "without": float | null}, ...],   estimated seconds of a prefill with nothing cached
+     "ended": int}                     only in the last value of a reply that was followed to its end
 """
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ class Showing:
         """Stream the shown chat's running reply as (messages, panel), until it ends or the tab shows something else.
 
         These two outputs are all it has: Gradio spends a millisecond of every update on each output left as it is.
+        When the reply has ended, the panel's value says "ended", and the page asks for the rest (`settle`). It does not
+        where only the connection broke, as it would with an event chained to this one.
         """
         number = self._tabs.follow(tab, chat)
         job = self._chats.job(who, chat) if number else None
@@ -105,7 +107,10 @@ class Showing:
         view, panel_at, panel = await self._chats.open_chat(who, chat), 0.0, {}
         async with aclosing(job.watch()) as snapshots:
             async for snapshot in snapshots:
-                if snapshot.done or not self._tabs.is_newest(tab, number):
+                if not self._tabs.is_newest(tab, number):
+                    break
+                if snapshot.done:
+                    yield gr.skip(), self._panel(view, snapshot) | {"ended": number}
                     break
                 if time.monotonic() - panel_at >= PANEL_SECONDS or snapshot.phase != "decode":
                     panel_at, panel = time.monotonic(), self._panel(view, snapshot)

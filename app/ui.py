@@ -33,7 +33,9 @@ IDENTIFY = "(user, ...rest) => [window.pageturn.user(), ...rest]"
 TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.open, ...rest]"
 ADDRESS = "() => [window.pageturn.user(), window.pageturn.chatInAddress()]"
 # gr.HTML lets an event be listened to only where its name stands quoted in the component's script.
-CUSTOM_EVENTS = "'pick' 'rename' 'remove' 'search' 'export_chat' 'import_chat' 'act' 'follow' 'resync' 'retry_load'"
+CUSTOM_EVENTS = (
+    "'pick' 'rename' 'remove' 'search' 'export_chat' 'import_chat' 'act' 'follow' 'settle' 'resync' 'retry_load'"
+)
 
 
 @dataclass
@@ -116,6 +118,7 @@ def _layout() -> Page:
             with gr.Row(elem_id="compose"):
                 message = gr.Textbox(
                     elem_id="message",
+                    label="Message",
                     show_label=False,
                     container=False,
                     lines=1,
@@ -145,7 +148,7 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
 
     def on(listener: Callable[..., Any], handler: Callable[..., Any], *inputs: Any, js: str = IDENTIFY, **kwargs: Any):
         options = {"trigger_mode": "multiple", "concurrency_limit": None, "show_progress": "hidden", "outputs": outputs}
-        return listener(handler, inputs=[page.user, *inputs], js=js, api_visibility="private", **(options | kwargs))
+        listener(handler, inputs=[page.user, *inputs], js=js, api_visibility="private", **(options | kwargs))
 
     on(demo.load, events.open_address, page.target, js=ADDRESS)
     on(page.new_chat.click, events.new)
@@ -161,9 +164,9 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(page.chat_list.export_chat, events.export, page.chat)
     on(page.chat_list.import_chat, events.bring_in)
     on(page.chat_list.act, events.act, page.chat, *page.form)
-    followed = on(page.chat_list.follow, events.follow, page.chat, page.first, outputs=[page.chatbot, page.panel])
+    on(page.chat_list.follow, events.follow, page.chat, page.first, outputs=[page.chatbot, page.panel])
     ending = [page.chatbot, page.panel, page.stop, page.chat_list]
-    on(followed.then, events.settle, page.chat, page.first, outputs=ending)
+    on(page.chat_list.settle, events.settle, page.chat, page.first, outputs=ending)
     on(page.chat_list.resync, events.open_address, page.target, js=TARGET)
     page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")
     # "input" alone misses the first change after the server has set a text box.

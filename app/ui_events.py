@@ -56,7 +56,7 @@ class PageEvents:
     # -- opening -----------------------------------------------------------------------------------------------
     async def open_address(self, request: gr.Request, user: str, address: str) -> Updates:
         """The page was loaded, or found its connection again: show the chat that it names."""
-        return await self._showing.show(_session(request), self._who(request, user), as_text(address))
+        return await self._showing.show(_session(request), self._who(request, user), as_text(address), notice="")
 
     async def pick(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         return await self._showing.show(_session(request), self._who(request, user), as_text(event.id), notice="")

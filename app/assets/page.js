@@ -76,7 +76,7 @@
       if (file.files[0]) trigger("import_chat", { text: await file.files[0].text() });
       file.value = "";
     });
-    let first = true, shown = null;
+    let first = true, shown = null, found = null, foundFor = "";
     const show = () => {
       const value = props.value;
       if (!value) return;
@@ -94,9 +94,10 @@
       const open = value.chats.find((chat) => chat.id === shown);
       document.title = open ? `${open.title} – PageTurn` : "PageTurn";
       element.querySelector(".pt-export").disabled = !shown;
-      const found = search.value.trim() && value.query === search.value ? value.found : value.chats;
-      list.replaceChildren(...found.map((chat) => row(chat, chat.id === shown, trigger)));
-      if (!found.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
+      if (value.query !== undefined) { found = value.found; foundFor = value.query; }
+      const rows = search.value.trim() && foundFor === search.value ? found : value.chats;
+      list.replaceChildren(...rows.map((chat) => row(chat, chat.id === shown, trigger)));
+      if (!rows.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
       if (value.download) download(value.download);
     };
     watch("value", show);
@@ -178,7 +179,7 @@
     const demo = element.querySelector(".pt-demo"), retry = element.querySelector(".pt-retry");
     pageturn.listeners.push((stat, lost) => {
       model.textContent = stat?.model ?? "";
-      demo.hidden = !stat?.small_model && !/smollm2-135m/i.test(stat?.model ?? "");
+      demo.hidden = !stat?.small_model;
       retry.hidden = !stat?.error;
       state.classList.toggle("pt-bad", Boolean(lost || stat?.error));
       state.textContent = lost ? "Connection lost, trying again…"

@@ -80,7 +80,11 @@
     grid.canvas.addEventListener("pointerdown", point);
     grid.canvas.addEventListener("pointerleave", () => { asked = -1; tip.hidden = true; });
 
-    watch("value", () => { chat = props.value ?? {}; showChat(); });
+    watch("value", () => {
+      chat = props.value ?? {};
+      showChat();
+      if (chat.ended) pageturn.send("settle", {});
+    });
     const themed = () => { grid.theme(); spark.theme(); };
     new MutationObserver(themed).observe(document.body, { attributes: true, attributeFilter: ["class"] });
     new ResizeObserver(themed).observe(element);

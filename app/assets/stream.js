@@ -66,10 +66,9 @@
   }
 
   async function join(input, init) {
-    let response;
-    try {
-      response = await nativeFetch(input, init);
-    } catch {
+    let response = null;
+    try { response = await nativeFetch(input, init); } catch { /* away */ }
+    if (!response || [502, 503, 504].includes(response.status)) {  // the latter from a proxy before it
       window.dispatchEvent(new Event("pageturn:broken"));
       const detail = "The server cannot be reached. Nothing was sent; your text is kept.";
       return new Response(JSON.stringify({ detail }), { status: 502, headers: { "content-type": "application/json" } });
