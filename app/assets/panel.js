@@ -87,7 +87,12 @@
     });
     const themed = () => { grid.theme(); spark.theme(); };
     new MutationObserver(themed).observe(document.body, { attributes: true, attributeFilter: ["class"] });
-    new ResizeObserver(themed).observe(element);
+    let width = 0;
+    new ResizeObserver(() => {
+      if (element.clientWidth === width) return; // the list of events makes it higher all the time
+      width = element.clientWidth;
+      themed();
+    }).observe(element);
     setInterval(() => { if (!document.hidden) { spark.tick(); put("spark-note", `${rate(spark.value)} tokens/s now`); } }, 1000);
     showChat();
     link.open();
@@ -96,7 +101,9 @@
   // One socket while the tab can be seen; the server's first frame is always a full one.
   class Link {
     constructor(onFrame, onLost) { Object.assign(this, { onFrame, onLost, socket: null, wait: 500, timer: 0 });
-      document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open())); }
+      document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+      // After a silent loss the socket may look open and be dead.
+      window.addEventListener("online", () => { this.close(); this.open(); }); }
     open() {
       clearTimeout(this.timer);
       if (this.socket || document.hidden) return;
