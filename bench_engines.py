@@ -112,14 +112,16 @@ class Transformers(Engine):
 
     def __init__(self, setup: Setup) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
         offered(setup)
         if setup.tensor_parallel_size > 1:
             raise NotOffered("measured on one device")
         self.torch, self.device, self.dtype = torch, setup.device, setup.dtype
         path = Path(setup.model)
-        file = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        file: dict[str, Any] = {}
+        if path.suffix == ".gguf":  # dense, since packed blocks are computed in float32
+            file = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             path.parent if file else path, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa", **file
         )
