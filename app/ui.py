@@ -170,10 +170,11 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(page.chat_list.resync, events.open_address, page.target, js=TARGET)
     page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")
     # "input" alone misses the first change after the server has set a text box.
+    keep: dict[str, Any] = {"outputs": [page.notice], "trigger_mode": "always_last"}
     for control in page.form:
         for event in ("input", "blur", "release"):
             if event in {str(known) for known in control.EVENTS}:
-                on(getattr(control, event), events.change_setting, page.chat, *page.form, trigger_mode="always_last")
+                on(getattr(control, event), events.change_setting, page.chat, *page.form, **keep)
     page.preset.input(
         lambda name: PRESETS.get(name, ""), page.preset, page.form[0], api_visibility="private", show_progress="hidden"
     ).then(

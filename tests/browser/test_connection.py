@@ -161,3 +161,21 @@ def test_a_login_is_the_identity_and_guards_page_and_sockets(server_args, profil
         expect(page.locator(".pt-chat")).to_have_count(2)
     finally:
         server.end()
+
+
+def test_a_reply_that_nobody_watches_any_more_ends_where_the_server_is_told_so(server_args, profile, tmp_path):
+    server = Server(tmp_path / "data", *server_args, "--abandon-after", "2").start()
+    try:
+        context = profile()
+        page, second = open_page(context, server.url, max_tokens=2000), context.new_page()
+        send(page, "Write a very long story about a desert.")
+        wait_for_streaming(page)
+        address = page.url
+        page.wait_for_timeout(3000)
+        assert server.health()["running"] == 1  # watched
+        page.close()
+        server.wait(lambda health: health["running"] == 0, seconds=20)
+        second.goto(address)
+        expect(replies(second)).to_contain_text("nobody was watching")
+    finally:
+        server.end()
