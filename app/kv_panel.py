@@ -15,7 +15,6 @@ open chat comes as the component's value, JSON made here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +37,33 @@ def kv_panel() -> gr.HTML:
     )
 
 
-class PrefillRate:
-    """The engine's prefill tokens/s as last measured: its own figure falls to 0 when nothing was prefilled lately."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._last = 0.0
-
-    def __call__(self) -> float:
-        self._last = self._now() or self._last
-        return self._last
-
-
 def panel_value(
     view: ChatView | None, snapshot: JobSnapshot | None = None, prefill_rate: float = 0.0
 ) -> dict[str, Any]:
     """The component's value for an open chat (None: a new one). `snapshot` stands for its running reply;
-    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet) gives the estimate without the cache."""
+    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet, then the best of this chat's replies stands for it)
+    gives the estimate without the cache."""
     if view is None:
         return {"owner": 0, "context_used": 0, "context_limit": 0, "turns": []}
     replies = [turn for turn in view.turns if turn.role == "assistant"]
     first = max(0, len(replies) - TURNS_SENT)
-    turns = []
+    known = []
     for n, turn in enumerate(replies[first:], start=first + 1):
         live = snapshot is not None and snapshot.turn_id == turn.id
         figures = snapshot.figures if live and snapshot is not None else turn.figures
         if figures is not None:
-            turns.append(_turn(n, turn.created, figures, prefill_rate))
+            known.append((n, turn.created, figures))
+    rate = prefill_rate or max((_prefill_rate(figures) for _, _, figures in known), default=0.0)
+    turns = [_turn(n, created, figures, rate) for n, created, figures in known]
     used = view.context_used
     if snapshot is not None and turns:
         used = max(used, turns[-1]["prompt"] + turns[-1]["out"])
     return {"owner": view.owner, "context_used": used, "context_limit": view.context_limit, "turns": turns}
+
+
+def _prefill_rate(figures: Figures) -> float:
+    """Prompt tokens a second of one reply, the wait for its turn included: a low estimate."""
+    return (figures.prompt_tokens - figures.cached_tokens) / figures.ttft if figures.ttft > 0 else 0.0
 
 
 def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict[str, Any]:

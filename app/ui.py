@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 from gradio.themes import Base, Default
 
-from app.kv_panel import PrefillRate, kv_panel
+from app.kv_panel import kv_panel
 from app.settings_form import PRESETS, build_form
 from app.ui_events import PageEvents
 
@@ -63,7 +63,7 @@ def build_ui(chats: Any, engine: Any, settings: Any) -> tuple[gr.Blocks, dict[st
     """The page over a ChatService and an EngineThread; returns it with mount_gradio_app's theme, css and head."""
     events = PageEvents(
         chats,
-        prefill_rate=PrefillRate(lambda: engine.status().prefill_rate),
+        prefill_rate=lambda: engine.status().prefill_rate,
         retry_load=engine.retry,
         login=bool(settings.auth),
     )

@@ -19,8 +19,8 @@
   }
 
   function noteCompleted(text) {
-    if (!text.includes('"process_completed"')) return;
-    for (const [, id] of text.matchAll(/"event_id":\s*"([0-9a-f]+)"/g)) open.delete(id);
+    for (const one of text.split("\n\n"))
+      if (one.includes('"process_completed"')) open.delete(/"event_id":\s*"([0-9a-f]+)"/.exec(one)?.[1]);
   }
 
   // The events of one session as the streaming response that Gradio expects.

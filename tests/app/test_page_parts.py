@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import gradio as gr
 import pytest
 
-from app.chat import ChatSettings
+from app.chat import ChatSettings, ChatView, Figures, TurnView
+from app.kv_panel import panel_value
 from app.page_arguments import as_message, as_text, as_turn_id, identity
 from app.page_tabs import REMEMBERED, Tabs
 from app.settings_form import FIELDS, read_form, show_form
@@ -106,3 +107,29 @@ def test_a_wrong_value_is_named(field, value, words):
 def test_a_form_of_another_version_of_the_page_is_refused():
     with pytest.raises(ValueError, match="reload"):
         read_form(show_form(DEFAULTS)[:-1], DEFAULTS)
+
+
+def panel_of(*figures: Figures, prefill_rate: float = 0.0) -> list[dict]:
+    turns = [
+        TurnView(id=n, role="assistant", text="", status="done", created=0.0, figures=each, siblings=(n,))
+        for n, each in enumerate(figures, start=1)
+    ]
+    view = ChatView(id="c", title="t", settings=DEFAULTS, turns=turns, owner=3, context_used=7, context_limit=100)
+    value = panel_value(view, None, prefill_rate)
+    assert (value["owner"], value["context_used"], value["context_limit"]) == (3, 7, 100)
+    return value["turns"]
+
+
+def test_the_panel_estimates_a_prefill_without_the_cache_from_what_was_measured():
+    cold = Figures(ttft=2.0, prompt_tokens=100, cached_tokens=0, output_tokens=5, block_size=16)
+    warm = Figures(ttft=0.1, prompt_tokens=200, cached_tokens=192, output_tokens=5, block_size=16)
+    assert [turn["without"] for turn in panel_of(cold, warm, prefill_rate=1000.0)] == [0.1, 0.2]
+    # The engine has measured nothing yet: the chat's own best rate, 80 tokens in a second, stands for it.
+    assert [turn["without"] for turn in panel_of(cold, warm)] == [1.25, 2.5]
+    assert panel_of(Figures())[0]["without"] is None
+
+
+def test_the_panel_sends_the_last_replies_with_their_numbers():
+    turns = panel_of(*(Figures(prompt_tokens=n) for n in range(1, 31)))
+    assert [turn["n"] for turn in turns] == list(range(11, 31))
+    assert [turn["prompt"] for turn in turns] == list(range(11, 31))
