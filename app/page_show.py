@@ -100,21 +100,19 @@ class Showing:
         where only the connection broke, as it would with an event chained to this one.
         """
         number = self._tabs.follow(tab, chat)
-        job = self._chats.job(who, chat) if number else None
-        if job is None:
-            yield gr.skip(), gr.skip()
-            return
-        view, panel_at, panel = await self._chats.open_chat(who, chat), 0.0, {}
-        async with aclosing(job.watch()) as snapshots:
-            async for snapshot in snapshots:
-                if not self._tabs.is_newest(tab, number):
-                    break
-                if snapshot.done:
-                    yield gr.skip(), self._panel(view, snapshot) | {"ended": number}
-                    break
-                if time.monotonic() - panel_at >= PANEL_SECONDS or snapshot.phase != "decode":
-                    panel_at, panel = time.monotonic(), self._panel(view, snapshot)
-                yield chat_view.render(view, first, snapshot).messages, panel
+        if number:
+            view = await self._chats.open_chat(who, chat)
+            panel, panel_at = self._panel(view, None), 0.0
+            if view.job is not None:  # else it ended after the event that showed the chat
+                async with aclosing(view.job.watch()) as snapshots:
+                    async for snapshot in snapshots:
+                        if snapshot.done or not self._tabs.is_newest(tab, number):
+                            break
+                        if time.monotonic() - panel_at >= PANEL_SECONDS or snapshot.phase != "decode":
+                            panel, panel_at = self._panel(view, snapshot), time.monotonic()
+                        yield chat_view.render(view, first, snapshot).messages, panel
+            if self._tabs.is_newest(tab, number):
+                yield gr.skip(), panel | {"ended": number}
         # Gradio repeats the last update when the event ends; by then the tab may show something else.
         yield gr.skip(), gr.skip()
 
