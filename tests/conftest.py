@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,21 @@ def default_model_path() -> Path:
         return resolve("default")
     except ModelUnavailable as error:
         pytest.skip(f"the default model is not cached and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def default_model_reference(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """transformers' float32 model of the default model's file, read by its own GGUF reader. Not to be changed."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("reference")
+    shutil.copy(default_model_path, folder / "model.gguf")
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
+    (folder / "model.gguf").unlink()
+    return model
 
 
 @pytest.fixture(scope="session")

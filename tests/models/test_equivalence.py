@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.loader import load_model, load_tokenizer, read_config
+from reference import assert_greedy
 from tests.models.paged import PagedRunner
 
 PROMPTS = [
@@ -27,30 +27,13 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def smollm_pair(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """(our model, transformers' model of the same file, read by its own GGUF reader, prompts as token ids)."""
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM
-
+def smollm_pair(default_model_path: Path, default_model_reference: torch.nn.Module) -> tuple:
+    """(our model, transformers' model of the same file, prompts as token ids)."""
     tokenizer = load_tokenizer(default_model_path)
     assert tokenizer is not None
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
-    folder = tmp_path_factory.mktemp("reference")
-    shutil.copy(default_model_path, folder / "model.gguf")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
-    (folder / "model.gguf").unlink()
     ours = load_model(default_model_path, read_config(default_model_path), dtype=torch.float32)
-    yield ours, theirs, prompts
-
-
-def assert_greedy(model, prompts: list[list[int]], continuations: list[list[int]]) -> None:
-    """Each continuation is the model's own greedy one: at every position, given the tokens before it, the next
-    token is the argmax. One forward a prompt shows for all positions what a decoding loop would show step by step."""
-    for prompt, continuation in zip(prompts, continuations, strict=True):
-        with torch.inference_mode():
-            best = model(torch.tensor([prompt + continuation])).logits[0].argmax(-1)
-        assert best[len(prompt) - 1 : -1].tolist() == continuation
+    return ours, default_model_reference, prompts
 
 
 def logits(model, ids: list[int], **runner: object) -> torch.Tensor:
