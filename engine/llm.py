@@ -48,12 +48,11 @@ class LLM:
         bad arguments, and then nothing has been queued.
         """
         many = _as_prompts(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(many)
-        elif isinstance(sampling_params, (list, tuple)):
+        params: list[Any]  # validate() names what is not a SamplingParams
+        if isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
         else:
-            params = [sampling_params] * len(many)  # type: ignore[list-item]  # validate() names what is wrong
+            params = [SamplingParams() if sampling_params is None else sampling_params] * len(many)
         if len(params) != len(many):
             raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts; give one, or one per prompt")
         encoded = [self.engine.encode(p) for p in many]

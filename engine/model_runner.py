@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class ModelRunner:
         self.max_blocks_per_seq = -(-max_model_len // self.block_size)
         self._max_num_tokens = max_num_tokens
         progress("loading weights", 0.0)
-        self.model = load_model(
+        self.model: Any = load_model(
             path,
             model_config,
             device=device.device,
