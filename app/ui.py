@@ -153,7 +153,7 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(demo.load, events.open_address, page.target, js=ADDRESS)
     on(page.new_chat.click, events.new)
     on(page.message.submit, events.send, page.target, page.chat, page.message, *page.form, js=TARGET)
-    on(page.stop.click, events.stop, page.chat, outputs=None)
+    on(page.stop.click, events.stop, page.chat, outputs=None, queue=False)  # at once
     on(page.older.click, events.load_older, page.chat, page.first)
     on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form)
     on(page.chatbot.retry, events.retry, page.chat, page.first, *page.form)

@@ -65,13 +65,14 @@
     return new Response(body, { headers: { "content-type": "text/event-stream" } });
   }
 
-  async function join(input, init) {
+  // An event's request. One that does not get through is an error in words, not the end of the page.
+  async function sendEvent(input, init) {
     let response = null;
     try { response = await nativeFetch(input, init); } catch { /* away */ }
-    if (!response || [502, 503, 504].includes(response.status)) {  // the latter from a proxy before it
+    if (!response || [502, 503, 504].includes(response.status)) { // the latter from a proxy before it
       window.dispatchEvent(new Event("pageturn:broken"));
-      const detail = "The server cannot be reached. Nothing was sent; your text is kept.";
-      return new Response(JSON.stringify({ detail }), { status: 502, headers: { "content-type": "application/json" } });
+      const words = "The server cannot be reached. Nothing was sent; your text is kept.";
+      return Response.json({ detail: words, error: words }, { status: 502 });
     }
     if (response.ok) {
       const { event_id } = await response.clone().json();
@@ -83,7 +84,7 @@
   window.fetch = (input, init) => {
     const url = new URL(input instanceof Request ? input.url : input, location.href);
     if (url.pathname.endsWith("/gradio_api/queue/data")) return Promise.resolve(eventStream(new Request(input, init), url));
-    if (url.pathname.endsWith("/gradio_api/queue/join")) return join(input, init);
+    if (/\/gradio_api\/(queue\/join$|run\/)/.test(url.pathname)) return sendEvent(input, init);
     return nativeFetch(input, init);
   };
   // Back on a network after silence, a socket may look open and be dead: end it now.
