@@ -67,11 +67,8 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def pack_weight(self) -> None:
-        """Once loaded: moves a half-precision weight into the layout that is fastest here, where there is one.
-
-        fp32 stays as it is: it is chosen for exactness, and F.linear rounds as the reference does.
-        """
-        if self.weight.dtype != torch.float32 and can_pack(self.weight):
+        """Once loaded: moves the weight into the layout that is fastest here, where there is one."""
+        if can_pack(self.weight):
             self.packed = pack(self.weight)
             self.release_weight()
 

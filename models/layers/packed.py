@@ -1,9 +1,8 @@
-"""Matrix products with weights in oneDNN's own blocked layout, for CPUs.
+"""Matrix products with bf16 weights in oneDNN's own blocked layout, for CPUs with bf16 instructions.
 
-F.linear hands oneDNN a row-major bf16 weight, which it then rearranges on every call: at decode sizes that costs
-more than the product itself (2-3 times as slow at 1 row, 1.3 times at 512, measured on AMX). For fp32 it calls a
-BLAS that is made for large products (2-3 times as slow at 8 rows). Packing once at load avoids both. The
-operators are those that torch.compile emits for CPU models.
+F.linear hands oneDNN a row-major weight, which it then rearranges on every call: at decode sizes that costs more
+than the product itself (2-3 times as slow at 1 row, 1.3 times at 512, measured on AMX). Packing once at load
+avoids it. The operators are those that torch.compile emits for CPU models.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ _EXPECTED_ROWS = 512
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True where a packed product exists and is the faster one: fp32, or bf16 where the CPU computes in it."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    """True where a packed product exists and is the faster one: bf16, on a CPU that computes in bf16."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 def pack(weight: Tensor) -> Tensor:
