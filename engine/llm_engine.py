@@ -19,7 +19,7 @@ from engine.stats import EngineStats
 
 # On a CPU a step should last no longer than this, so that streams keep flowing and an abort acts at once.
 _TARGET_STEP_SECONDS = 0.3
-_MIN_CHUNK = 64
+_MIN_CHUNK = 128
 _FIRST_CHUNK = 256
 
 
