@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from app.text import storable
 from engine.sampling_params import SamplingParams
 
 MAX_SYSTEM_PROMPT_CHARS = 100_000
+# The page shows these as numbers; beyond it JSON and JavaScript lose digits, and no model has as many tokens.
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,10 @@ class ChatSettings:
 
     def __post_init__(self) -> None:
         checked = self.sampling_params(rest_of_context=1 << 62)
-        object.__setattr__(self, "stop", tuple(checked.stop))
+        object.__setattr__(self, "stop", tuple(storable(text) for text in checked.stop))
+        for name in ("top_k", "max_tokens"):
+            if (getattr(self, name) or 0) > MAX_COUNT:
+                raise ValueError(f"{name}={getattr(self, name)} must be at most {MAX_COUNT:,}")
         if not isinstance(self.system_prompt, str):
             raise ValueError(f"system_prompt={self.system_prompt!r} must be a string")
         if len(self.system_prompt) > MAX_SYSTEM_PROMPT_CHARS:
@@ -44,6 +50,7 @@ class ChatSettings:
                 f"system_prompt has {len(self.system_prompt):,} characters; at most {MAX_SYSTEM_PROMPT_CHARS:,} "
                 "are allowed: shorten it"
             )
+        object.__setattr__(self, "system_prompt", storable(self.system_prompt))
         for name in ("thinking", "leave_out_older"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -103,7 +103,8 @@ def notes(figures: Figures) -> list[str]:
     if figures.encoded_anew:
         replies = "1 earlier reply was" if figures.encoded_anew == 1 else f"{figures.encoded_anew} earlier replies were"
         said.append(f"{replies} written by another model and encoded anew.")
-    if figures.diverged_at is not None and not figures.left_out:
+    # (Blocks of a sibling branch may hold more than this branch's own stored tokens.)
+    if figures.diverged_at is not None and not figures.left_out and figures.cached_tokens <= figures.reused_prefix:
         said.append(
             f"{figures.reused_prefix:,} of {figures.stored_before:,} stored tokens still match; the first that "
             f"differs is token {figures.diverged_at:,} ({figures.diverged_token!r})."

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from app.doorway import THREAD_NAME, Doorway
-from app.settings import Settings
+from app.settings import Settings, with_flags
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,6 +34,8 @@ EXIT_UNUSABLE = 2
 BACKLOG = 2048  # connections that may wait to be accepted
 LOAD_POLL = 0.1  # seconds between two looks at how the loading goes
 LAST_WORDS = 1.0  # seconds that open streams have at shutdown to carry their last text
+# The devices of NVIDIA's driver, of WSL's and of AMD's.
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 # Read when Gradio and huggingface_hub are imported.
 OFFLINE_MANNERS = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -47,7 +49,8 @@ def run(settings: Settings) -> int:
     os.environ.update(OFFLINE_MANNERS)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("pageturn").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server takes both over
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, _interrupt)  # until the server takes both over
     try:
         code = _run(settings)
     except CannotStart as error:
@@ -63,8 +66,14 @@ def run(settings: Settings) -> int:
     return code
 
 
+def _interrupt(sig: int, frame: FrameType | None) -> None:
+    """End now. (asyncio replaces Python's own handler of ^C, and would cancel the start half-way at its next await.)"""
+    raise KeyboardInterrupt
+
+
 def _run(settings: Settings) -> int:
-    _check_model(settings.model)
+    _check_device(settings.device)
+    _check_model(settings.model, settings.max_model_len)
     listener = bind(settings.host, settings.port)
     store = _open_store(settings)
     try:
@@ -85,6 +94,8 @@ async def _serve(settings: Settings, listener: socket.socket, store: Any) -> int
         return build_app(settings, engine, ChatService(store, engine, settings.abandon_after))
 
     server = Server(settings, engine, build, listener)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, server.handle_exit)
     await server.serve(sockets=[listener])
     if server.doorway.fault is not None:
         raise server.doorway.fault
@@ -139,7 +150,7 @@ class Server(uvicorn.Server):
         while not (status := self._engine.status()).ready:
             if status.error and not failed and not self.should_exit:
                 if is_fatal(self._settings.model, self._engine.cause):
-                    self.exit_code = _refuse(status.error)
+                    self.exit_code = _refuse(with_flags(status.error))
                     self.should_exit = True
                     return
                 print(f"the model is not loaded: {_one_line(status.error)} (the page offers Retry)", flush=True)
@@ -217,11 +228,20 @@ def address(settings: Settings, port: int) -> str:
     return f"http://{host}:{port}{settings.root_path}"
 
 
-def _check_model(model: str) -> None:
+def _check_device(device: str) -> None:
+    """Refuse a card that cannot be there. torch knows for certain, but takes seconds to import; the engine asks it."""
+    if device == "cuda" and sys.platform == "linux" and not any(os.path.exists(node) for node in GPU_NODES):
+        raise CannotStart("--device cuda: this machine has no GPU driver loaded; use --device cpu or auto")
+
+
+def _check_model(model: str, max_model_len: int | None) -> None:
     from models.catalog import check_local
 
     try:
-        check_local(model)
+        config = check_local(model)
+        limit = config.max_position_embeddings if config else None
+        if limit is not None and max_model_len is not None and max_model_len > limit:
+            raise CannotStart(f"--max-model-len {max_model_len} is above the model's own limit of {limit} tokens")
     except (ValueError, OSError) as error:
         raise CannotStart(f"--model: {_one_line(error)}") from None
 

@@ -30,6 +30,14 @@ def as_text(value: object) -> str:
     return value
 
 
+def event_field(event: gr.EventData, name: str) -> Any:
+    """What a component's event says under `name`."""
+    try:
+        return getattr(event, name)
+    except (AttributeError, KeyError, TypeError):  # an event without data, or with data of another shape
+        raise gr.Error(f"the event names no {name}", print_exception=False) from None
+
+
 def as_message(value: Any) -> str:
     """The text of a Chatbot message: a string, or a list of text parts."""
     if isinstance(value, list):
@@ -41,5 +49,5 @@ def as_turn_id(value: object) -> int:
     """The id of a turn; 0 for none."""
     try:
         return int(value or 0)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise gr.Error(f"{value!r} is not a turn of a chat", print_exception=False) from None

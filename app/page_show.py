@@ -22,6 +22,7 @@ from app.chat import (
     ChatView,
     ContextFull,
     JobSnapshot,
+    ModelNotReady,
 )
 from app.kv_panel import panel_value
 from app.page_tabs import Tabs
@@ -172,6 +173,6 @@ def _refusal(error: ValueError) -> str:
     """The words for a refusal; where there is a way on, it is named."""
     if isinstance(error, ContextFull):
         return f"{error} Start a new chat, or tick “Leave out older turns” in the settings. Your text is kept."
-    if isinstance(error, ChatBusy):
-        return f"{error} Your text is kept."
+    if isinstance(error, ChatBusy | ModelNotReady):
+        return f"{str(error)[:1].upper()}{str(error)[1:]}. Your text is kept."
     return str(error)

@@ -175,7 +175,7 @@ class Replies:
         if not status.ready:
             if status.error:
                 raise ModelNotReady(f"the model is not available: {status.error}")
-            raise ModelNotReady(f"the model is still loading: {status.load.stage}, {status.load.percent:.0f} %")
+            raise ModelNotReady(f"the model is still loading ({status.load.stage}): send it again when it is ready")
         if tokenizer is None:
             raise ModelNotReady(f"model {status.model} came without a tokenizer: it takes token ids, not chats")
         return tokenizer, context_limit(status)

@@ -87,7 +87,10 @@ class Guard:
         origin = connection.headers.get("origin")
         if origin is None or PAGE_COOKIE in connection.cookies:
             return True
-        host = urlsplit(origin).netloc.lower()
+        try:
+            host = urlsplit(origin).netloc.lower()
+        except ValueError:
+            return False
         forwarded = connection.headers.get("x-forwarded-host", "").split(",")[0].strip()
         return bool(host) and host in (connection.headers.get("host", "").lower(), forwarded.lower())
 

@@ -259,7 +259,7 @@ def parse_settings(argv: Sequence[str] | None = None, env: Mapping[str, str] | N
     try:
         settings.engine_config()
     except ValueError as error:
-        raise SettingsError(_with_flags(str(error))) from None
+        raise SettingsError(with_flags(str(error))) from None
     return settings
 
 
@@ -287,7 +287,7 @@ def _parsed(parse: Callable[[str], Any], source: str, raw: str) -> Any:
         raise SettingsError(f"{source}: {raw!r} {error}") from None
 
 
-def _with_flags(message: str) -> str:
+def with_flags(message: str) -> str:
     """EngineConfig names its fields; the person at the command line knows them as flags."""
     names = "|".join(f.name for f in fields(EngineConfig))
     return re.sub(rf"\b({names})=", lambda match: f"{flag(match[1])} ", message)

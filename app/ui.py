@@ -165,7 +165,7 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(page.chat_list.import_chat, events.bring_in)
     on(page.chat_list.act, events.act, page.chat, *page.form)
     on(page.chat_list.follow, events.follow, page.chat, page.first, outputs=[page.chatbot, page.panel])
-    ending = [page.chatbot, page.panel, page.stop, page.chat_list]
+    ending = [page.chatbot, page.panel, page.stop, page.chat_list, page.notice]
     on(page.chat_list.settle, events.settle, page.chat, page.first, outputs=ending)
     on(page.chat_list.resync, events.open_address, page.target, js=TARGET)
     page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")

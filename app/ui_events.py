@@ -19,9 +19,9 @@ import gradio as gr
 
 from app import chat_view
 from app.chat import ChatError, ChatService, ChatSettings
-from app.page_arguments import as_message, as_text, as_turn_id, identity
+from app.page_arguments import as_message, as_text, as_turn_id, event_field, identity
 from app.page_show import Showing, Updates, list_row
-from app.settings_form import read_form
+from app.settings_form import is_unfilled, read_form
 
 if TYPE_CHECKING:
     from app.ui import Page
@@ -59,7 +59,8 @@ class PageEvents:
         return await self._showing.show(_session(request), self._who(request, user), as_text(address), notice="")
 
     async def pick(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
-        return await self._showing.show(_session(request), self._who(request, user), as_text(event.id), notice="")
+        who, chat = self._who(request, user), as_text(event_field(event, "id"))
+        return await self._showing.show(_session(request), who, chat, notice="")
 
     async def new(self, request: gr.Request, user: str) -> Updates:
         """A blank page; the chat itself is made by its first message."""
@@ -76,7 +77,7 @@ class PageEvents:
         that the page still shows `chat`. The settings shown are `chat`'s: they count only where the two are one."""
         who, text, shown = self._who(request, user), as_text(text), as_text(chat)
         chat = as_text(target)
-        if chat != shown:
+        if chat != shown or is_unfilled(form):
             form = ()
         if not text.strip():
             return self._showing.nothing()
@@ -132,13 +133,13 @@ class PageEvents:
             "retry": self.chats.retry,
             "branch": self.chats.open_branch,
         }
-        action = actions.get(as_text(event.kind))
+        action = actions.get(as_text(event_field(event, "kind")))
         if action is None:
-            raise gr.Error(f"{event.kind!r} is not something a reply can do", print_exception=False)
+            raise gr.Error(f"{event_field(event, 'kind')!r} is not something a reply can do", print_exception=False)
 
         async def start() -> str:
             await self._keep_settings(who, chat, form)
-            await action(who, chat, as_turn_id(event.turn))
+            await action(who, chat, as_turn_id(event_field(event, "turn")))
             return chat
 
         return await self._showing.answer(_session(request), who, start)
@@ -150,15 +151,16 @@ class PageEvents:
     # -- the list of chats ---------------------------------------------------------------------------------------
     async def rename(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who = self._who(request, user)
-        return await self._showing.after_change(who, self.chats.rename(who, as_text(event.id), as_text(event.title)))
+        who, chat, title = self._who(request, user), event_field(event, "id"), event_field(event, "title")
+        return await self._showing.after_change(who, self.chats.rename(who, as_text(chat), as_text(title)))
 
     async def remove(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> Updates:
-        who, gone = self._who(request, user), as_text(event.id)
+        who, gone = self._who(request, user), as_text(event_field(event, "id"))
         updates = await self._showing.after_change(who, self.chats.delete_chat(who, gone))
         return updates | (await self._showing.show(_session(request), who, "") if gone == chat else {})
 
     async def search(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
-        who, text = self._who(request, user), as_text(event.text)
+        who, text = self._who(request, user), as_text(event_field(event, "text"))
         value = await self._showing.chats_of(who)
         found = await self.chats.search(who, text)
         return {self.page.chat_list: {**value, "query": text, "found": [list_row(info) for info in found]}}
@@ -176,8 +178,8 @@ class PageEvents:
 
         async def start() -> str:
             try:
-                data = json.loads(as_text(event.text))
-            except ValueError as error:
+                data = json.loads(as_text(event_field(event, "text")))
+            except (ValueError, RecursionError) as error:
                 raise ChatError(f"That file is not JSON ({error}); choose one that Export wrote.") from None
             return await self.chats.import_chat(who, data)
 
@@ -188,7 +190,8 @@ class PageEvents:
         """Keep the settings as the page shows them; those of a new chat are kept by its first message."""
         who, chat = self._who(request, user), as_text(chat)
         try:
-            self._form(form)
+            if not is_unfilled(form):
+                self._form(form)
             if chat:
                 await self._keep_settings(who, chat, form)
         except ValueError as error:
@@ -197,7 +200,7 @@ class PageEvents:
 
     async def _keep_settings(self, who: str, chat: str, form: tuple[Any, ...]) -> None:
         """Keep the settings as the page shows them (none: leave the chat's as they are)."""
-        if form:
+        if form and not is_unfilled(form):
             await self.chats.change_settings(who, chat, **asdict(self._form(form)))
 
     def load_again(self) -> None:

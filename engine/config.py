@@ -13,6 +13,11 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 QUANTIZATIONS = ("auto", "none", "int8", "int4", "fp8")
 ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
 
+# Far above what serves anyone; beyond them the host's buffers alone would take gigabytes.
+MAX_NUM_SEQS = 4096
+MAX_STEP_TOKENS = 1 << 20
+MAX_BLOCK_SIZE = 4096
+
 
 @dataclass(slots=True)
 class EngineConfig:
@@ -56,9 +61,9 @@ class EngineConfig:
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         if self.max_num_batched_tokens is not None:
-            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_STEP_TOKENS)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs="
@@ -67,7 +72,7 @@ class EngineConfig:
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.kvcache_block_size is not None:
-            _at_least("kvcache_block_size", self.kvcache_block_size, 1)
+            _at_least("kvcache_block_size", self.kvcache_block_size, 1, MAX_BLOCK_SIZE)
         if self.num_kvcache_blocks != -1:
             _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
@@ -102,6 +107,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {low}")
+def _at_least(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        wanted = f"of at least {low}" + ("" if high is None else f" and at most {high:,}")
+        raise ValueError(f"{name}={value!r} must be an integer {wanted}")

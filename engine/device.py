@@ -127,6 +127,10 @@ class DeviceManager:
         logger.info("KV cache: up to %s (%s)", _gib(budget), reason)
         return budget
 
+    def free_bytes(self, plan: DevicePlan) -> int:
+        """Bytes of memory that are free now where the KV pool goes."""
+        return self._probe.cuda_memory()[0] if plan.device.type == "cuda" else self._probe.host_memory().free
+
     def _device(self) -> torch.device:
         asked, cards = self._config.device, self._probe.num_cuda_devices()
         if asked == "cuda" and not cards:

@@ -85,8 +85,13 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         if num_blocks < 1:
             raise ValueError(
                 f"the KV cache may take {budget} bytes, but one block needs {runner.kv_bytes_per_block()}; "
-                "free some memory, or set num_kvcache_blocks"
+                "free some memory or set num_kvcache_blocks=1 or more"
             )
+    elif (needed := num_blocks * runner.kv_bytes_per_block()) > (free := devices.free_bytes(device)):
+        raise ValueError(
+            f"num_kvcache_blocks={num_blocks} needs {needed:,} bytes of memory, but {free:,} are free; "
+            f"{max(0, free // runner.kv_bytes_per_block()):,} blocks would fit"
+        )
     runner.allocate_kv_cache(num_blocks)
     runner.warm_up(progress)
     size = num_blocks * runner.kv_bytes_per_block() / 2**20
@@ -95,7 +100,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         num_blocks,
         device.block_size,
         size,
-        max_model_len,
+        min(max_model_len, num_blocks * device.block_size),
     )
     return EngineParts(
         model_name=catalog.display_name(config.model, path),

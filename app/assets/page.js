@@ -96,8 +96,10 @@
       element.querySelector(".pt-export").disabled = !shown;
       if (value.query !== undefined) { found = value.found; foundFor = value.query; }
       const rows = search.value.trim() && foundFor === search.value ? found : value.chats;
-      list.replaceChildren(...rows.map((chat) => row(chat, chat.id === shown, trigger)));
-      if (!rows.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
+      // A title being typed and a question being read stay; the update that they cause draws the list anew.
+      const busy = list.querySelector(".pt-newname, .pt-ask");
+      if (!busy) list.replaceChildren(...rows.map((chat) => row(chat, chat.id === shown, trigger)));
+      if (!busy && !rows.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
       if (value.download) download(value.download);
     };
     watch("value", show);
@@ -122,7 +124,7 @@
     let done = false;
     const finish = (keep) => {
       if (done) return;
-      done = true;
+      done = true;  // (removing the input blurs it once more)
       item.replaceChildren(...before);
       if (keep && input.value.trim() && input.value !== chat.title) trigger("rename", { id: chat.id, title: input.value.trim() });
     };
@@ -140,7 +142,7 @@
     const no = el("button", { className: "pt-no", textContent: "Keep", onclick: () => item.replaceChildren(...before) });
     item.replaceChildren(
       el("span", { className: "pt-ask", textContent: `Delete “${chat.title}” for good?` }),
-      el("button", { className: "pt-yes", textContent: "Delete", onclick: () => trigger("remove", { id: chat.id }) }), no);
+      el("button", { className: "pt-yes", textContent: "Delete", onclick: () => { item.replaceChildren(...before); trigger("remove", { id: chat.id }); } }), no);
     no.focus();
   }
   function download({ name, text }) {

@@ -93,6 +93,27 @@ def test_cuda_without_a_card_is_one_line(tmp_path: Path, default_model_path: Pat
     assert "cuda" in one_line(run_app(*argv, timeout=90))
 
 
+def test_a_length_above_the_models_is_one_line_with_both_numbers(tmp_path: Path, default_model_path: Path) -> None:
+    argv = ("--port", "0", "--max-model-len", "99999", "--model", str(default_model_path))
+    result = run_app(*argv, "--data-dir", str(tmp_path / "data"))
+    assert "--max-model-len 99999" in (line := one_line(result)) and "8192" in line
+    assert "open" not in result.stdout
+
+
+def test_a_pool_that_memory_cannot_hold_is_one_line_with_both_numbers(tmp_path: Path) -> None:
+    argv = ("--port", "0", "--num-kvcache-blocks", "99999999999", "--data-dir", str(tmp_path / "data"))
+    line = one_line_at_the_end(run_app(*argv, timeout=90))
+    assert "--num-kvcache-blocks 99999999999 needs" in line and "blocks would fit" in line
+
+
+def one_line_at_the_end(result: subprocess.CompletedProcess[str]) -> str:
+    """The refusal of a server that was already loading, whose log stands before it."""
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: "), result.stderr
+    return last
+
+
 def test_the_port_is_open_within_five_seconds_and_the_model_loads_behind_it(tmp_path: Path) -> None:
     def opened(folder: str) -> float:
         with AppProcess(data_dir=tmp_path / folder) as server:

@@ -9,9 +9,9 @@ import pytest
 
 from app.chat import ChatSettings, ChatView, Figures, TurnView
 from app.kv_panel import panel_value
-from app.page_arguments import as_message, as_text, as_turn_id, identity
+from app.page_arguments import as_message, as_text, as_turn_id, event_field, identity
 from app.page_tabs import REMEMBERED, Tabs
-from app.settings_form import FIELDS, read_form, show_form
+from app.settings_form import FIELDS, is_unfilled, read_form, show_form
 
 DEFAULTS = ChatSettings(temperature=0.2, max_tokens=512)
 
@@ -123,9 +123,9 @@ def panel_of(*figures: Figures, prefill_rate: float = 0.0) -> list[dict]:
 def test_the_panel_estimates_a_prefill_without_the_cache_from_what_was_measured():
     cold = Figures(ttft=2.0, prompt_tokens=100, cached_tokens=0, output_tokens=5, block_size=16)
     warm = Figures(ttft=0.1, prompt_tokens=200, cached_tokens=192, output_tokens=5, block_size=16)
-    assert [turn["without"] for turn in panel_of(cold, warm, prefill_rate=1000.0)] == [0.1, 0.2]
+    assert [turn["without"] for turn in panel_of(cold, warm, prefill_rate=1000.0)] == pytest.approx([2.0, 0.292])
     # The engine has measured nothing yet: the chat's own best rate, 80 tokens in a second, stands for it.
-    assert [turn["without"] for turn in panel_of(cold, warm)] == [1.25, 2.5]
+    assert [turn["without"] for turn in panel_of(cold, warm)] == pytest.approx([2.0, 2.5])
     assert panel_of(Figures())[0]["without"] is None
 
 
@@ -133,3 +133,28 @@ def test_the_panel_sends_the_last_replies_with_their_numbers():
     turns = panel_of(*(Figures(prompt_tokens=n) for n in range(1, 31)))
     assert [turn["n"] for turn in turns] == list(range(11, 31))
     assert [turn["prompt"] for turn in turns] == list(range(11, 31))
+
+
+def test_a_form_that_the_server_has_not_filled_in_yet_is_known_as_such():
+    """Sliders without a value send their minimum, an empty number sends nothing."""
+    assert is_unfilled(["", 0, 0, None, 0, 0.5, -2, -2, "", "", "", False, False])
+    assert not is_unfilled(show_form(DEFAULTS))
+    assert not is_unfilled(show_form(DEFAULTS.changed({"temperature": 0.0, "top_k": 0})))
+
+
+def test_an_event_without_what_it_should_bring_is_refused_in_words():
+    for data in (None, {}, {"id": "x"}):
+        with pytest.raises(gr.Error, match="names no title"):
+            event_field(gr.EventData(None, data), "title")
+    assert event_field(gr.EventData(None, {"title": "x"}), "title") == "x"
+
+
+def test_half_a_character_in_a_setting_cannot_make_its_chat_unreadable():
+    settings = DEFAULTS.changed({"system_prompt": "a \ud800 b", "stop": ["\udfff"]})
+    assert settings.system_prompt == "a \ufffd b" and settings.stop == ("\ufffd",)
+
+
+@pytest.mark.parametrize("name", ["top_k", "max_tokens"])
+def test_a_count_that_json_cannot_carry_is_refused(name: str):
+    with pytest.raises(ValueError, match=f"{name}=.*at most 2,147,483,647"):
+        DEFAULTS.changed({name: 10**30})
