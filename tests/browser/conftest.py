@@ -29,7 +29,8 @@ def server_args(default_model_path: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that do not end it; each test comes with its own browser profile, so its own user."""
-    server = Server(tmp_path_factory.mktemp("data"), *server_args).start()
+    # A test that fails in mid-reply must not slow down the ones after it: its reply ends with its browser.
+    server = Server(tmp_path_factory.mktemp("data"), *server_args, "--abandon-after", "20").start()
     yield server
     assert server.end() == 0, server.log.read_text()[-3000:]
 

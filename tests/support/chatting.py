@@ -11,7 +11,7 @@ FIGURES = re.compile(
     r"^TTFT [\d,]+ ms · (?P<prompt>[\d,]+) prompt \((?P<cached>[\d,]+) cached\) · (?P<out>[\d,]+) out"
     r"( · [\d.,]+ tok/s)? · (?P<finish>[^·]+)$"
 )
-LONG = 60_000  # ms; a reply on two busy cores
+LONG = 150_000  # ms; a reply on two cores that are busy otherwise
 
 
 def open_page(context: Any, url: str, max_tokens: int | None = 16) -> Page:
