@@ -211,17 +211,18 @@ class ChatService:
     async def _present(self, user: str, chat_id: str) -> tuple[ChatRow, list[TurnRow], Job | None]:
         """A chat, its turns and its running job as of one moment. Rows and job are read one after the other, so a
         row may say "running" when its job is only about to start, or has just ended: then both are read again. One
-        that says so twice has no job: the last save of its end failed."""
+        that says so twice, with no job of its own at either time, has none: the last save of its end failed."""
         seen: set[int] = set()
         while True:
             job = self._replies.job(chat_id)
+            own = job.turn_id if job is not None else None
             chat, turns = await self._store.chat_and_turns(user, chat_id)
             if job is not None and job.done:
                 job = None
             orphans = {turn.id for turn in turns if turn.status == "running" and (not job or turn.id != job.turn_id)}
-            if orphans <= seen:
+            if orphans <= seen and own not in orphans:
                 return chat, turns, job
-            seen = orphans
+            seen = orphans - {own}
             await self._replies.started(chat_id)
 
     async def _start(self, user: str, chat_id: str, start: Callable[[ChatRow], Awaitable[Job]]) -> Job:

