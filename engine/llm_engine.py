@@ -19,6 +19,7 @@ from engine.stats import EngineStats
 
 # On a CPU a step should last no longer than this, so that streams keep flowing and an abort acts at once.
 _TARGET_STEP_SECONDS = 0.3
+_LONE_PREFILL_SECONDS = 0.55  # where no stream waits for the step; fewer, larger chunks compute a prompt faster
 _MIN_CHUNK = 128
 _FIRST_CHUNK = 256
 
@@ -192,7 +193,8 @@ class LLMEngine:
         prefill = plan.num_tokens - plan.num_decodes
         self.stats.record_step(prefill, len(token_ids), plan.num_decodes, seconds)
         if self._adaptive_budget and self.stats.prefill_rate:
-            chunk = int(self.stats.prefill_rate * _TARGET_STEP_SECONDS)
+            seconds = _TARGET_STEP_SECONDS if plan.num_decodes else _LONE_PREFILL_SECONDS
+            chunk = int(self.stats.prefill_rate * seconds)
             self.scheduler.token_budget = max(_MIN_CHUNK, min(chunk, self.scheduler.max_num_batched_tokens))
         return outputs
 
