@@ -6,12 +6,11 @@ for each of a hundred small steps, which on a busy machine wait for one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from models.gguf import GGUFFile
+from models.int4 import GROUP, Int4Matrix
 
 
 def read_tensor(file: GGUFFile, name: str) -> torch.Tensor:
@@ -21,7 +20,18 @@ def read_tensor(file: GGUFFile, name: str) -> torch.Tensor:
     raw = file.raw(name)
     if info.type_name in _PLAIN:
         return torch.from_numpy(raw).view(_PLAIN[info.type_name]).view(info.shape)
-    return torch.from_numpy(_QUANTISED[info.type_name](raw)).view(info.shape)
+    if info.type_name in _INT4:
+        rows = (-1, info.shape[-1])
+        return _int4(raw, info.type_name, rows).dequantize().view(info.shape)
+    return torch.from_numpy(_q8_0(raw)).view(info.shape)
+
+
+def read_weight(file: GGUFFile, name: str) -> torch.Tensor | Int4Matrix:
+    """As read_tensor, but a matrix of 4-bit weights keeps them."""
+    info = file.tensors[name]
+    if info.type_name in _INT4 and len(info.shape) == 2:
+        return _int4(file.raw(name), info.type_name, info.shape)
+    return read_tensor(file, name)
 
 
 def _q8_0(raw: np.ndarray) -> np.ndarray:
@@ -30,21 +40,21 @@ def _q8_0(raw: np.ndarray) -> np.ndarray:
     return np.multiply(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]))
 
 
-def _q4_0(raw: np.ndarray) -> np.ndarray:
-    """fp16 scale, 16 bytes of two nibbles: x = scale * (q - 8)."""
-    blocks = raw.reshape(-1, 18)
-    low, high = _nibbles(blocks[:, 2:])
-    return _scaled(low.view(np.int8) - 8, high.view(np.int8) - 8, _halves(blocks[:, :2]))
-
-
-def _q4_1(raw: np.ndarray) -> np.ndarray:
-    """fp16 scale, fp16 minimum, 16 bytes of two nibbles: x = scale * q + minimum."""
-    blocks = raw.reshape(-1, 20)
-    low, high = _nibbles(blocks[:, 4:])
-    scale, minimum = np.hsplit(_halves(blocks[:, :4]), 2)
-    out = _scaled(low, high, scale)
-    out += minimum[:, :, None]
-    return out
+def _int4(raw: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Int4Matrix:
+    """Blocks of an fp16 scale, for Q4_1 an fp16 minimum, and 16 bytes of two nibbles: the low ones are elements
+    0-15, the high ones 16-31. Q4_0: x = scale * (q - 8). Q4_1: x = scale * q + minimum."""
+    halves = _INT4[type_name]
+    blocks = raw.reshape(-1, 2 * halves + 16)
+    numbers = _halves(blocks[:, : 2 * halves])
+    scale = numbers[:, 0].copy()
+    offset = numbers[:, 1].copy() if halves == 2 else scale * np.float32(-8)
+    q = np.empty((blocks.shape[0], 2, 16), dtype=np.uint8)
+    np.bitwise_and(blocks[:, 2 * halves :], 15, out=q[:, 0])
+    np.right_shift(blocks[:, 2 * halves :], 4, out=q[:, 1])
+    groups = (-1, shape[-1] // GROUP)
+    return Int4Matrix(
+        torch.from_numpy(q).view(shape), torch.from_numpy(scale).view(groups), torch.from_numpy(offset).view(groups)
+    )
 
 
 def _halves(columns: np.ndarray) -> np.ndarray:
@@ -52,18 +62,5 @@ def _halves(columns: np.ndarray) -> np.ndarray:
     return columns.copy().view(np.float16).astype(np.float32)
 
 
-def _nibbles(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 [N, 16] -> the low nibbles, elements 0-15 of a block, and the high ones, elements 16-31."""
-    return packed & 15, packed >> 4
-
-
-def _scaled(low: np.ndarray, high: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Two integer halves [N, 16] times scale [N, 1] -> fp32 [N, 2, 16]."""
-    out = np.empty((low.shape[0], 2, low.shape[1]), dtype=np.float32)
-    np.multiply(low, scale, out=out[:, 0])
-    np.multiply(high, scale, out=out[:, 1])
-    return out
-
-
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTISED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+_INT4 = {"Q4_0": 1, "Q4_1": 2}  # fp16 numbers at the head of a block

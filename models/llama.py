@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.batch import ForwardBatch
@@ -46,7 +45,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate_up_proj ends in the product."""
 
     def __init__(self, config: ModelConfig, **place: Any) -> None:
         super().__init__()
@@ -54,8 +53,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from models.checkpoint import CheckpointError, is_gguf, load_tokenizer, read_config
 from models.config import ModelConfig
-from models.dequantize import read_tensor
+from models.dequantize import read_weight
 from models.gguf import GGUFFile
+from models.int4 import Int4Matrix
 from models.layers.attention import get_backend
 from models.layers.linear import Linear
 from models.registry import get_model_class
@@ -23,7 +24,7 @@ __all__ = ["WeightsError", "load_model", "load_tokenizer", "read_config"]
 
 Progress = Callable[[str, float], None]
 # (name in the Hugging Face checkpoint's spelling, the tensor or a way to read it, share of the whole done: 0-1)
-Weights = Iterator[tuple[str, Callable[[], Tensor], float]]
+Weights = Iterator[tuple[str, Callable[[], Tensor | Int4Matrix], float]]
 
 
 class WeightsError(CheckpointError):
@@ -83,9 +84,9 @@ def _fill(model: nn.Module, weights: Weights, path: Path, tied: bool, progress: 
         )
 
 
-def _wanted(model: nn.Module) -> dict[str, Callable[[Tensor], None]]:
+def _wanted(model: nn.Module) -> dict[str, Callable[[Tensor | Int4Matrix], None]]:
     """Checkpoint name -> the load of each part of each parameter; a shared parameter is listed once."""
-    wanted: dict[str, Callable[[Tensor], None]] = {}
+    wanted: dict[str, Callable[[Tensor | Int4Matrix], None]] = {}
     for name, parameter in model.named_parameters():
         layer, _, kind = name.rpartition(".")
         for part in parameter.parts:  # type: ignore[attr-defined]
@@ -130,9 +131,9 @@ def _gguf_weights(path: Path, config: ModelConfig) -> Weights:
         elif permuted and ".attn_k." in gguf_name:
             heads = config.num_key_value_heads
 
-        def read(gguf_name: str = gguf_name, heads: int = heads) -> Tensor:
-            tensor = read_tensor(file, gguf_name)
-            return _unpermute(tensor, heads) if heads else tensor
+        def read(gguf_name: str = gguf_name, heads: int = heads) -> Tensor | Int4Matrix:
+            weight = read_weight(file, gguf_name)
+            return _unpermute(weight, heads) if heads else weight
 
         yield name, read, done / total
 
@@ -146,13 +147,14 @@ def _hf_name(gguf_name: str) -> str:
     return f"{_GGUF_TOP[stem]}.{kind}" if stem in _GGUF_TOP else gguf_name
 
 
-def _unpermute(tensor: Tensor, heads: int) -> Tensor:
+def _unpermute(weight: Tensor | Int4Matrix, heads: int) -> Tensor | Int4Matrix:
     """Undoes the row order of llama's q and k in GGUF: there the two halves that rotate together are interleaved
     (pair i is rows 2i and 2i+1 of a head), in Hugging Face checkpoints they are the head's two halves."""
-    rows = tensor.shape[0]
+    rows = weight.shape[0]
     if rows % (2 * heads):
         raise ValueError(f"{rows} rows do not divide into {heads} heads of pairs")
-    return tensor.view(heads, rows // heads // 2, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    order = torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(rows)
+    return weight.take_rows(order) if isinstance(weight, Int4Matrix) else weight[order]
 
 
 # ---------------------------------------------------------------------- safetensors

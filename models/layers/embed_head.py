@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers.linear import Linear, copy_whole, new_parameter
+from models.layers.packed import pack
 
 
 class Embedding(nn.Module):
@@ -47,6 +48,9 @@ class Head(Linear):
             exact = torch.bmm(self.weight[likeliest].float(), x.float().unsqueeze(2)).squeeze(2)
             logits.scatter_(1, likeliest, exact)
         return logits
+
+    def pack_dense(self) -> None:
+        self.packed = pack(self.weight, prompt_rows=False)
 
     def release_weight(self) -> None:
         """Keeps it: the embedding, where tied, and the exact products read it row by row."""

@@ -17,7 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.packed import can_pack, pack, packed_linear
+from models.int4 import Int4Matrix, dense
+from models.layers.packed import (
+    INT4_MAX_ROWS,
+    PackedInt4,
+    can_pack,
+    can_pack_int4,
+    int4_linear,
+    pack,
+    pack_int4,
+    packed_linear,
+    packed_silu_mul,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,7 @@ def new_parameter(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    weight_loader: Callable[[nn.Parameter, Tensor, str | None], None],
+    weight_loader: Callable[[nn.Parameter, Tensor | Int4Matrix, str | None], None],
     parts: Sequence[str | None] = (None,),
 ) -> nn.Parameter:
     """An uninitialised parameter that is filled by `weight_loader` from each of `parts`."""
@@ -46,11 +57,11 @@ def new_parameter(
     return parameter
 
 
-def copy_whole(parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+def copy_whole(parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
     """The weight_loader of a parameter that the checkpoint stores as it is."""
     if tensor.shape != parameter.shape:
         raise ValueError(f"shape {tuple(tensor.shape)} does not fit {tuple(parameter.shape)}")
-    parameter.data.copy_(tensor)
+    parameter.data.copy_(dense(tensor))
 
 
 class Linear(nn.Module):
@@ -59,18 +70,38 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed: Tensor | None = None
+    int4: PackedInt4 | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._int4_rows: list[tuple[int, Int4Matrix]] = []  # (first row, the rows), of what has been loaded
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
+        if self.int4 is not None and x.shape[0] <= INT4_MAX_ROWS:
+            return int4_linear(x, self.int4, self.bias)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
+        """Fill the parameter's rows from `first` on."""
+        if isinstance(share, Int4Matrix) and can_pack_int4(parameter):
+            self._int4_rows.append((first, share))
+        parameter.data.narrow(0, first, share.shape[0]).copy_(dense(share))
+
     def pack_weight(self) -> None:
-        """Once loaded: moves the weight into the layout that is fastest here, where there is one."""
+        """Once loaded: moves the weight into the layouts that are fastest here, where there are any."""
+        loaded = [rows for _, rows in sorted(self._int4_rows, key=lambda item: item[0])]
+        self._int4_rows = []
+        if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
+            self.int4 = pack_int4(Int4Matrix.stack(loaded))
         if can_pack(self.weight):
-            self.packed = pack(self.weight)
+            self.pack_dense()
             self.release_weight()
+
+    def pack_dense(self) -> None:
+        self.packed = pack(self.weight)
 
     def release_weight(self) -> None:
         """Frees the unpacked weight, which nothing reads any more."""
@@ -91,12 +122,12 @@ class ColumnLinear(Linear):
         self.weight = new_parameter((self.out_features, in_features), dtype, device, self._load, names)
         self.bias = new_parameter((self.out_features,), dtype, device, self._load, names) if bias else None
 
-    def _load(self, parameter: nn.Parameter, tensor: Tensor, name: str | None) -> None:
+    def _load(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, name: str | None) -> None:
         part = self._parts[name]
         expected = (part.total, *parameter.shape[1:])
         if tuple(tensor.shape) != expected:
             raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
-        parameter.data.narrow(0, part.offset, part.rows).copy_(tensor.narrow(0, part.start, part.rows))
+        self.copy_rows(tensor.narrow(0, part.start, part.rows), parameter, part.offset)
 
 
 class MergedLinear(ColumnLinear):
@@ -121,12 +152,27 @@ class MergedLinear(ColumnLinear):
 
 
 class GateUpLinear(MergedLinear):
-    """gate_proj and up_proj: [T, hidden] -> [T, 2 * intermediate / tp_size]."""
+    """gate_proj and up_proj, ending in SwiGLU's product: x [T, hidden] -> silu(gate(x)) * up(x) of
+    [T, intermediate / tp_size]."""
+
+    packed_halves: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, device: torch.device,
                  tp_rank: int = 0, tp_size: int = 1) -> None:  # fmt: skip
         sizes = {"gate_proj": intermediate, "up_proj": intermediate}
         super().__init__(hidden, sizes, bias, dtype, device, tp_rank, tp_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed_halves is not None and (self.int4 is None or x.shape[0] > INT4_MAX_ROWS):
+            return packed_silu_mul(x, *self.packed_halves)
+        gate, up = super().forward(x).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def pack_dense(self) -> None:
+        weights = self.weight.chunk(2)
+        biases = (None, None) if self.bias is None else self.bias.chunk(2)
+        gate, up = ((pack(weight), bias) for weight, bias in zip(weights, biases, strict=True))
+        self.packed_halves = gate, up
 
 
 class QKVLinear(ColumnLinear):
@@ -189,13 +235,13 @@ class RowLinear(Linear):
         self.weight = new_parameter((out_features, self.in_features), dtype, device, self._load)
         self.bias = new_parameter((out_features,), dtype, device, self._load_bias) if bias else None
 
-    def _load(self, parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+    def _load(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
         expected = (parameter.shape[0], self.total)
         if tuple(tensor.shape) != expected:
             raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
-        parameter.data.copy_(tensor.narrow(1, self.start, self.in_features))
+        self.copy_rows(tensor.narrow(1, self.start, self.in_features), parameter)
 
-    def _load_bias(self, parameter: nn.Parameter, tensor: Tensor, part: str | None) -> None:
+    def _load_bias(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
         copy_whole(parameter, tensor, part)
         if not self.adds_bias:
             parameter.data.zero_()

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from models.config import ModelConfig
+from models.int4 import Int4Matrix
 from models.layers.embed_head import Embedding, Head
 from models.layers.layernorm import RMSNorm
 from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
-from models.layers.packed import can_pack
+from models.layers.packed import INT4_MAX_ROWS, can_pack, can_pack_int4
 from models.layers.rotary import RotaryEmbedding, rope_frequencies
 
 CPU = torch.device("cpu")
@@ -113,8 +114,7 @@ def test_row_and_merged_shards_sum_to_the_whole_with_one_bias(size: int) -> None
         load(first.weight, {"gate_proj": gate, "up_proj": up})
         load(second.weight, {None: down})
         load(second.bias, {None: bias})
-        g, u = first(x).chunk(2, -1)
-        total += second(F.silu(g) * u)
+        total += second(first(x))
     torch.testing.assert_close(total, whole)
 
 
@@ -206,6 +206,69 @@ def test_the_likeliest_logits_of_half_precision_weights_are_exact_to_fp32() -> N
         best = exact.topk(32).indices
         torch.testing.assert_close(got.gather(1, best), exact.gather(1, best), rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(got, exact, rtol=2**-7, atol=2**-5)
+
+
+def int4_matrix(rows: int, columns: int) -> Int4Matrix:
+    q = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    scale = torch.rand(rows, columns // 32) + 0.5
+    return Int4Matrix(q, scale, -7.5 * scale + torch.randn_like(scale))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, INT4_MAX_ROWS, INT4_MAX_ROWS + 1, 300])
+def test_packed_swiglu_equals_the_plain_one_from_dense_and_from_4_bit_weights(rows: int, bias: bool) -> None:
+    """rows on both sides of the change from the 4-bit product to the dense one."""
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 64).bfloat16() / 16
+    gate, up = int4_matrix(48, 64), int4_matrix(48, 64)
+    biases = {"gate_proj": torch.randn(48), "up_proj": torch.randn(48)}
+    g, u = (
+        x.double() @ w.dequantize().double().t() + (b.bfloat16().double() if bias else 0)
+        for w, b in zip((gate, up), biases.values(), strict=True)
+    )
+    for four_bits in (False, True):
+        layer = GateUpLinear(64, 48, bias, torch.bfloat16, CPU)
+        parts = {"gate_proj": gate, "up_proj": up}
+        load(layer.weight, parts if four_bits else {name: w.dequantize() for name, w in parts.items()})
+        if layer.bias is not None:
+            load(layer.bias, biases)
+        expected_int4 = four_bits and can_pack_int4(layer.weight)
+        layer.pack_weight()
+        assert (layer.int4 is not None) == expected_int4
+        torch.testing.assert_close(layer(x).double(), F.silu(g) * u, rtol=2**-5, atol=2**-4)
+
+
+def test_4_bit_rows_are_put_together_in_the_order_of_the_parts_whatever_order_they_come_in() -> None:
+    layer = QKVLinear(64, 2, 1, 16, False, torch.bfloat16, CPU)
+    q, k, v = int4_matrix(32, 64), int4_matrix(16, 64), int4_matrix(16, 64)
+    load(layer.weight, {"v_proj": v, "q_proj": q, "k_proj": k})
+    if not can_pack_int4(layer.weight):
+        pytest.skip("this CPU has no vectorised 4-bit product")
+    layer.pack_weight()
+    assert layer.int4 is not None
+    x = torch.randn(3, 64).bfloat16()
+    exact = x.double() @ Int4Matrix.stack([q, k, v]).dequantize().double().t()
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2**-6, atol=0.25)
+
+
+def test_a_layer_with_only_some_parts_in_4_bits_computes_with_dense_weights() -> None:
+    layer = GateUpLinear(64, 48, False, torch.bfloat16, CPU)
+    gate, up = int4_matrix(48, 64), torch.randn(48, 64)
+    load(layer.weight, {"gate_proj": gate, "up_proj": up})
+    layer.pack_weight()
+    assert layer.int4 is None
+    x = torch.randn(2, 64).bfloat16() / 16
+    exact = F.silu(x.double() @ gate.dequantize().double().t()) * (x.double() @ up.double().t())
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2**-5, atol=2**-3)
+
+
+@pytest.mark.parametrize(("dim", "start", "length"), [(0, 3, 5), (1, 32, 64), (1, 16, 64)])
+def test_a_share_of_a_4_bit_matrix_is_the_share_of_its_values(dim: int, start: int, length: int) -> None:
+    matrix = int4_matrix(16, 128)
+    share = matrix.narrow(dim, start, length)
+    assert isinstance(share, Int4Matrix) == (dim == 0 or start % 32 == 0)
+    values = share.dequantize() if isinstance(share, Int4Matrix) else share
+    assert torch.equal(values, matrix.dequantize().narrow(dim, start, length))
 
 
 def test_fp32_weights_are_never_packed() -> None:
