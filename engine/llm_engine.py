@@ -16,12 +16,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stats import EngineStats
-
-# On a CPU a step should last no longer than this, so that streams keep flowing and an abort acts at once.
-_TARGET_STEP_SECONDS = 0.3
-_LONE_PREFILL_SECONDS = 0.55  # where no stream waits for the step; fewer, larger chunks compute a prompt faster
-_MIN_CHUNK = 128
-_FIRST_CHUNK = 256
+from engine.step_budget import StepBudget
 
 
 class LLMEngine:
@@ -53,9 +48,9 @@ class LLMEngine:
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=parts.max_num_batched_tokens
         )
-        self._adaptive_budget = parts.adaptive_budget
-        if self._adaptive_budget:
-            self.scheduler.token_budget = _FIRST_CHUNK
+        self._budget = StepBudget(parts.max_num_batched_tokens) if parts.adaptive_budget else None
+        if self._budget is not None:
+            self.scheduler.token_budget = self._budget.tokens
         self.stats = EngineStats()
         self._ids = itertools.count(1)
         self._arrivals = itertools.count()
@@ -192,10 +187,9 @@ class LLMEngine:
         seconds = time.perf_counter() - started
         prefill = plan.num_tokens - plan.num_decodes
         self.stats.record_step(prefill, len(token_ids), plan.num_decodes, seconds)
-        if self._adaptive_budget and self.stats.prefill_rate:
-            seconds = _TARGET_STEP_SECONDS if plan.num_decodes else _LONE_PREFILL_SECONDS
-            chunk = int(self.stats.prefill_rate * seconds)
-            self.scheduler.token_budget = max(_MIN_CHUNK, min(chunk, self.scheduler.max_num_batched_tokens))
+        if self._budget is not None:
+            self._budget.record(prefill, plan.num_decodes, seconds)
+            self.scheduler.token_budget = self._budget.tokens
         return outputs
 
     def check_integrity(self) -> None:

@@ -96,7 +96,7 @@ class ModelRunner:
         hidden = self.model(batch)
         if not sampled:
             return StepHandle([], None)
-        logits = self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        logits = self.model.compute_logits(hidden)
         rows = [_sampling_row(seq) for seq in sampled]
         return StepHandle(sampled, self.sampler(logits, self.sampler.prepare(rows)))
 
@@ -137,7 +137,7 @@ class ModelRunner:
                 torch.tensor([size - 1], device=self.device.device),
                 {},
             )
-            self.model.compute_logits(self.model(batch)[-1:])
+            self.model.compute_logits(self.model(batch))
         progress("warming up", 100.0)
 
     def forget(self, request_id: int) -> None:

@@ -36,12 +36,20 @@ class LlamaAttention(nn.Module):
         )
         self.attn = Attention(self.num_heads, self.num_kv_heads, config.head_dim, config.head_dim**-0.5, backend)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, rows: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden] -> [T, hidden], or those `rows` of it, int64 [R], where not all are needed."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = self.rotate(qkv, rope)
+        attended = self.attn(q, k, v, batch)
+        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
+
+    def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, heads, head_dim] -> queries and keys, rotated, and values."""
         rotated = rotate(qkv[:, : self.num_heads + self.num_kv_heads], *rope)
-        q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        return self.o_proj(self.attn(q, k, qkv[:, self.num_heads + self.num_kv_heads :], batch))
+        v = qkv[:, self.num_heads + self.num_kv_heads :]
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], v
 
 
 class LlamaMLP(nn.Module):
@@ -68,14 +76,23 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm_place)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rope: tuple[Tensor, Tensor], batch: ForwardBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) with the hidden state x + residual -> the same pair after this layer."""
+        """(x, residual) with the hidden state x + residual -> the same pair after this layer, of `rows` only where
+        those are given: what the others add to the KV cache is there all the same."""
         if residual is None:
             normed, residual = self.input_layernorm(x), x
         else:
             normed, residual = self.input_layernorm.add_and_norm(x, residual)
-        normed, residual = self.post_attention_layernorm.add_and_norm(self.self_attn(normed, rope, batch), residual)
+        attended = self.self_attn(normed, rope, batch, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(attended, residual)
         return self.mlp(normed), residual
 
 
@@ -93,8 +110,11 @@ class LlamaModel(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         x, residual = self.embed_tokens(batch.input_ids), None
         rope = self.rotary(batch)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, rope, batch)
+        # Past the last layer's attention only the rows that are sampled from matter: of a prompt, one.
+        rows = batch.logits_indices if batch.logits_indices.shape[0] < x.shape[0] else None
+        x, residual = self.layers[-1](x, residual, rope, batch, rows)
         return self.norm.add_and_norm(x, residual)[0] if residual is not None else self.norm(x)
 
 
@@ -122,7 +142,7 @@ class LlamaForCausalLM(nn.Module):
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, hidden] after the final norm."""
+        """Hidden states [R, hidden] of the rows batch.logits_indices, after the final norm."""
         return self.model(batch)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

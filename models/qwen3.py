@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.attention import AttentionBackend
 from models.layers.layernorm import RMSNorm
@@ -21,12 +20,10 @@ class Qwen3Attention(LlamaAttention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+    def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, heads, head_dim] -> queries and keys, normed and rotated, and values."""
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
-        return self.o_proj(self.attn(q, k, v, batch))
+        return rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope), v
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):

@@ -41,5 +41,5 @@ class RMSNorm(nn.Module):
         what a layer adds, and rounding it after every layer is most of what bf16 loses. Matrix products see
         the half type as before.
         """
-        total = x + (residual.float() if x.device.type == "cpu" else residual)
+        total = torch.add(residual.float() if x.device.type == "cpu" else residual, x)
         return self.forward(total), total

@@ -12,15 +12,19 @@ from models.batch import ForwardBatch
 class PagedRunner:
     """Runs steps of one model over its own KV pool and keeps every sequence's block list.
 
-    scatter=True hands out blocks in random order; otherwise each sequence gets one ascending run.
+    scatter=True hands out blocks in random order; otherwise each sequence gets one ascending run. last_only=True
+    asks the model for the logits of every chunk's last token only, as serving does.
     """
 
-    def __init__(self, model, *, block_size=16, num_blocks=256, dtype=torch.float32, scatter=False, seed=0):
+    def __init__(
+        self, model, *, block_size=16, num_blocks=256, dtype=torch.float32, scatter=False, seed=0, last_only=False
+    ):
         config = model.config
         shape = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype)
         model.bind_kv_cache(self.kv)
         self.model = model
+        self.last_only = last_only
         self.block_size = block_size
         self.free = list(range(num_blocks))
         if scatter:
@@ -35,7 +39,7 @@ class PagedRunner:
     @torch.inference_mode()
     def step(self, chunks: list[tuple[list[int], int, list[int]]]) -> list[torch.Tensor]:
         """chunks: (new token ids, tokens cached before them, blocks) of each sequence, decodes first.
-        Returns each sequence's logits [new, vocab]."""
+        Returns each sequence's logits [new, vocab], [1, vocab] with last_only."""
         size = self.block_size
         ids = [token for new, _, _ in chunks for token in new]
         positions = [cached + i for new, cached, _ in chunks for i in range(len(new))]
@@ -46,21 +50,23 @@ class PagedRunner:
         ]
         width = max(len(blocks) for _, _, blocks in chunks)
         tables = [blocks + [0] * (width - len(blocks)) for _, _, blocks in chunks]
+        lengths = [len(new) for new, _, _ in chunks]
+        ends = torch.tensor(lengths).cumsum(0) - 1
         batch = ForwardBatch(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
-            query_lens=[len(new) for new, _, _ in chunks],
+            query_lens=lengths,
             context_lens=[cached + len(new) for new, cached, _ in chunks],
             block_tables=torch.tensor(tables, dtype=torch.int32),
             block_lists=[blocks for _, _, blocks in chunks],
             num_decodes=sum(1 for new, cached, _ in chunks if len(new) == 1 and cached),
             block_size=size,
-            logits_indices=torch.arange(len(ids)),
+            logits_indices=ends if self.last_only else torch.arange(len(ids)),
             scratch={},
         )
-        logits = self.model.compute_logits(self.model(batch)[batch.logits_indices])
-        return list(logits.split(batch.query_lens))
+        logits = self.model.compute_logits(self.model(batch))
+        return list(logits.split(1 if self.last_only else lengths))
 
     def greedy(self, prompts: list[list[int]], new_tokens: int, chunk: int = 10_000) -> list[list[int]]:
         """Greedy continuations of all prompts in one batch, each prompt prefilled in chunks of `chunk` tokens."""
