@@ -153,7 +153,8 @@ class Settings:
         "Tokens (decodes and prefill chunks) of one step.",
         parse=_integer,
         metavar="N",
-        shown_default="8192 on CUDA; on a CPU up to 1024, fewer where a step would take longer than about 0.3 s",
+        shown_default="8192 on CUDA; on a CPU up to 1024, fewer where a step would take longer than about 0.5 s "
+        "(0.3 s beside running streams)",
     )
     kvcache_block_size: int | None = _setting(
         None,
