@@ -53,12 +53,15 @@ MAX_USER_CHARS = 200
 class ChatService:
     """All chats of all users, and their running jobs."""
 
-    def __init__(self, store: Store, engine: EngineThread, abandon_after: float | None = None) -> None:
-        """abandon_after: seconds a job may run without a watcher, None for ever."""
+    def __init__(
+        self, store: Store, engine: EngineThread, abandon_after: float | None = None, *, isolate_users: bool = False
+    ) -> None:
+        """abandon_after: seconds a job may run without a watcher, None for ever. isolate_users: no KV block that
+        one user's chat wrote serves another's."""
         self._store = store
         self._engine = engine
         self._owners = OwnerSlots()
-        self._replies = Replies(store, engine, abandon_after)
+        self._replies = Replies(store, engine, abandon_after, isolate_users=isolate_users)
 
     # -- chats -------------------------------------------------------------------------------------------------
     async def new_chat(self, user: str, title: str = "") -> str:

@@ -13,7 +13,8 @@ same two parts beside its own:
     "events": [{"seq": int, "ago": float (seconds), "kind": str, "owner": int, "request": int, "count": int,
                 "detail": str}, ...]   oldest first. A delta has what is new since the frame before it, a full frame
                the latest 20, so that after one a watcher may meet an event again (seq tells).
-               kind is one of the engine's: allocate, hit, evict, preempt, finish, abort, error.
+               kind is one of the engine's: allocate, hit, share, evict, preempt, copy, pin, unpin, finish, abort,
+               error.
 
 Kinds of frame:
 
@@ -25,7 +26,8 @@ Kinds of frame:
     {"type": "delta", "idx": [int, ...], "val": [int, ...]}      the blocks that changed since the previous frame;
             val = state | owner << 8, the same three bytes as one integer. Both lists are empty when only stat or
             events changed. No frame is sent while nothing at all changes.
-    {"type": "block", "id", "state": str, "refcount", "position", "owner", "hits", "last_use": seconds ago | null}
+    {"type": "block", "id", "state": str, "refcount", "position", "owner", "turn", "request", "pinned": bool, "hits",
+            "last_use": seconds ago | null, "last_hit": seconds ago | null}
             the answer to a hover; no stat, no events.
 
 State codes: 0 free, 1 cached, 2 active (one sequence holds it), 3 shared (two or more hold it). "state" in a block
@@ -198,10 +200,13 @@ class KVHub:
                 "refcount": 0,
                 "position": 0,
                 "owner": 0,
+                "turn": 0,
+                "request": 0,
+                "pinned": False,
                 "hits": 0,
                 "last_use": None,
+                "last_hit": None,
             }
-        used = float(snapshot.last_use[block])
         return {
             "type": "block",
             "id": block,
@@ -209,8 +214,12 @@ class KVHub:
             "refcount": int(snapshot.refcount[block]),
             "position": int(snapshot.position[block]),
             "owner": int(snapshot.owner[block]),
+            "turn": int(snapshot.turn[block]),
+            "request": int(snapshot.request[block]),
+            "pinned": bool(snapshot.pinned[block]),
             "hits": int(snapshot.hits[block]),
-            "last_use": round(max(0.0, time.time() - used), 1) if used else None,
+            "last_use": _ago(float(snapshot.last_use[block])),
+            "last_hit": _ago(float(snapshot.last_hit[block])),
         }
 
 
@@ -271,6 +280,11 @@ def _stat(status: Any) -> dict[str, Any]:
         "hit_rate": round(status.cached_tokens / status.prompt_tokens, 4) if status.prompt_tokens else 0.0,
         "kv": status.kv,
     }
+
+
+def _ago(at: float) -> float | None:
+    """Seconds since `at` of time.time(); None for 0.0, never."""
+    return round(max(0.0, time.time() - at), 1) if at else None
 
 
 def _told(events: Any) -> list[dict[str, Any]]:

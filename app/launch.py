@@ -91,7 +91,8 @@ async def _serve(settings: Settings, listener: socket.socket, store: Any) -> int
         from app.chat import ChatService
         from app.server import build_app
 
-        return build_app(settings, engine, ChatService(store, engine, settings.abandon_after))
+        chats = ChatService(store, engine, settings.abandon_after, isolate_users=settings.isolate_users)
+        return build_app(settings, engine, chats)
 
     server = Server(settings, engine, build, listener)
     for sig in (signal.SIGINT, signal.SIGTERM):

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 class Replies:
     """The running jobs by chat, and the only way to start one. Callers have checked whose chat it is."""
 
-    def __init__(self, store: Store, engine: EngineThread, abandon_after: float | None) -> None:
-        """abandon_after: seconds a job may run without a watcher, None for ever."""
+    def __init__(
+        self, store: Store, engine: EngineThread, abandon_after: float | None, *, isolate_users: bool = False
+    ) -> None:
+        """abandon_after: seconds a job may run without a watcher, None for ever. isolate_users: every user's
+        requests have a cache salt of their own."""
         self._store = store
         self._engine = engine
         self._abandon_after = abandon_after
+        self._isolate_users = isolate_users
         self._jobs: dict[str, Job] = {}
         self._starting: dict[str, asyncio.Task[Job]] = {}
         self._closing = False
@@ -87,7 +91,7 @@ class Replies:
         ids = await self._store.add_turns(user, chat.id, rows, title_of(question.text) if len(branch) == 1 else "")
         reply.id = ids[-1]
         try:
-            return self._launch(user, chat, reply, prompt, settings, owner)
+            return self._launch(user, chat, reply, prompt, settings, owner, _turn_number(branch))
         except BaseException:
             await self._store.withdraw_turns(user, chat.id, ids, chat.leaf)
             raise
@@ -107,7 +111,7 @@ class Replies:
         )
         await self._store.save_turn(user, chat.id, grown)
         try:
-            return self._launch(user, chat, grown, prompt, settings, owner)
+            return self._launch(user, chat, grown, prompt, settings, owner, _turn_number(branch))
         except BaseException:
             await self._store.save_turn(user, chat.id, reply)
             raise
@@ -131,12 +135,14 @@ class Replies:
         return prompt, tokenizer.fingerprint
 
     def _launch(
-        self, user: str, chat: ChatRow, reply: TurnRow, prompt: Prompt, settings: ChatSettings, owner: int
+        self, user: str, chat: ChatRow, reply: TurnRow, prompt: Prompt, settings: ChatSettings, owner: int, turn: int
     ) -> Job:
         status = self._engine.status()
         params = settings.sampling_params(max(1, context_limit(status) - len(prompt.ids)))
         try:
-            stream = self._engine.submit(prompt.ids, params, owner=owner)
+            stream = self._engine.submit(
+                prompt.ids, params, owner=owner, turn=turn, cache_salt=user if self._isolate_users else ""
+            )
         except EngineError as error:
             raise ModelNotReady(str(error)) from error
         figures = Figures(
@@ -179,6 +185,11 @@ class Replies:
         if tokenizer is None:
             raise ModelNotReady(f"model {status.model} came without a tokenizer: it takes token ids, not chats")
         return tokenizer, context_limit(status)
+
+
+def _turn_number(branch: Sequence[TurnRow]) -> int:
+    """The turn of the conversation, from 1, that answers `branch`: one for every message of the user's."""
+    return sum(turn.role == "user" for turn in branch)
 
 
 def context_limit(status: EngineStatus) -> int:

@@ -183,6 +183,11 @@ class Settings:
         metavar="SECONDS",
         shown_default="never",
     )
+    isolate_users: bool = _setting(
+        False,
+        "Keep users apart in the KV cache: no block that one wrote serves another, nor a request of the API.",
+        parse=_boolean,
+    )
     data_dir: Path | None = _setting(  # noqa: RUF009  _setting returns a dataclasses.field, as for all others
         None,
         "Folder of the database with users, chats and turns.",

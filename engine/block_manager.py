@@ -10,7 +10,8 @@ touches keys or values themselves. The life of a block:
       ▲────────────────────────────── evict ───────────────────────────┘
 
 Blocks without content are handed out first, then cached ones, least recently released first; a sequence
-releases its tail before its head, so that a prefix shared by many is the last to go.
+releases its tail before its head, so that a prefix shared by many is the last to go. Pinned blocks that nobody
+holds count as cached but stand outside this order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from engine.events import EventLog
+from engine.pins import Pins
 from engine.sequence import Sequence
 
 FREE, CACHED, ACTIVE = 0, 1, 2
@@ -42,8 +45,11 @@ class BlockContent:
 
 @dataclass(frozen=True, slots=True)
 class KVSnapshot:
-    """A copy of the pool's state, arrays of length total. owner and position are those of the sequence that
-    wrote the block; last_use is in seconds of time.time(), 0.0 for a block never used."""
+    """A copy of the pool's state, arrays of length total.
+
+    owner, turn and request are those of the sequence that wrote the block (or is about to fill it), position is the
+    block's place in it. last_use (taken, hit or released) and last_hit are in seconds of time.time(), 0.0 for never.
+    """
 
     block_size: int
     state: np.ndarray  # uint8: FREE, CACHED, ACTIVE
@@ -52,13 +58,26 @@ class KVSnapshot:
     position: np.ndarray  # int32
     hits: np.ndarray  # int32
     last_use: np.ndarray  # float64
+    turn: np.ndarray  # int32
+    request: np.ndarray  # int64
+    last_hit: np.ndarray  # float64
+    pinned: np.ndarray  # bool
 
 
 class BlockManager:
-    """The pool of `num_blocks` blocks of `block_size` tokens each. Used by one thread only, but for snapshot()."""
+    """The pool of `num_blocks` blocks of `block_size` tokens each. Used by one thread only, but for snapshot().
+
+    At most max_pinned blocks may be pinned (None: half of the pool).
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, events: EventLog | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        events: EventLog | None = None,
+        max_pinned: int | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks} and block_size={block_size} must be at least 1")
@@ -67,7 +86,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.events = events or EventLog()
         self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # evictable
+        self._kept: set[int] = set()  # cached and pinned
+        self.pins = Pins(num_blocks, num_blocks // 2 if max_pinned is None else max_pinned)
         self._content: list[BlockContent | None] = [None] * num_blocks
         self._index: dict[bytes, list[int]] = {}
         self._state = np.zeros(num_blocks, np.uint8)
@@ -76,6 +97,9 @@ class BlockManager:
         self._position = np.zeros(num_blocks, np.int32)
         self._hits = np.zeros(num_blocks, np.int32)
         self._last_use = np.zeros(num_blocks, np.float64)
+        self._turn = np.zeros(num_blocks, np.int32)
+        self._request = np.zeros(num_blocks, np.int64)
+        self._last_hit = np.zeros(num_blocks, np.float64)
 
     # -- counts ---------------------------------------------------------------------------------------
 
@@ -86,15 +110,15 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
 
     @property
     def num_active(self) -> int:
-        return self.num_blocks - len(self._empty) - len(self._cached)
+        return self.num_blocks - self.num_free - self.num_cached
 
     @property
     def num_available(self) -> int:
-        """Blocks that allocate() can hand out: free ones, and cached ones by evicting them."""
+        """Blocks that grow() can hand out: free ones, and cached ones that are not pinned, by evicting them."""
         return len(self._empty) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -111,18 +135,36 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         matched: list[int] = []
-        limit = (len(seq.token_ids) - 1) // self.block_size
-        self._extend_hashes(seq, limit)
-        for position in range(limit):
+        for position in range((len(seq.token_ids) - 1) // self.block_size):
+            self._extend_hashes(seq, position + 1)
             block = self._lookup(seq, position)
             if block is None:
                 break
             matched.append(block)
         return matched
 
+    def resident_prefix(self, seq: Sequence) -> int:
+        """How many leading blocks of seq are resident, told by their hashes alone: a hint; match_prefix() decides.
+
+        Goes on from what it found last, so that asking at every step costs a look or two, not a walk over the prompt.
+        """
+        if not self.enable_prefix_caching:
+            return 0
+        limit = (len(seq.token_ids) - 1) // self.block_size
+        count = min(seq.num_resident_hint, limit)
+        while count and seq.block_hashes[count - 1] not in self._index:
+            count -= 1
+        while count < limit:
+            self._extend_hashes(seq, count + 1)
+            if seq.block_hashes[count] not in self._index:
+                break
+            count += 1
+        seq.num_resident_hint = count
+        return count
+
     def can_admit(self, seq: Sequence, matched: list[int], reserve: int = 0) -> bool:
         """Whether every token of seq finds a block, `matched` ones reused, with `reserve` blocks to spare."""
-        revived = sum(1 for b in matched if self._state[b] == CACHED)
+        revived = sum(1 for block in matched if block in self._cached)
         needed = self.blocks_for(len(seq.token_ids)) - len(matched)
         return needed + reserve <= self.num_available - revived
 
@@ -130,19 +172,24 @@ class BlockManager:
         """Give seq the matched blocks and new ones for the rest of its tokens. Call can_admit before."""
         if seq.block_table:
             raise ValueError(f"request {seq.request_id} already holds {len(seq.block_table)} blocks")
-        now = time.time()
+        now, shared = time.time(), 0
         for block in matched:
             if self._refcount[block] == 0:
-                del self._cached[block]
+                self._cached.pop(block, None)
+                self._kept.discard(block)
                 self._state[block] = ACTIVE
+            else:
+                shared += 1
             self._refcount[block] += 1
             self._hits[block] += 1
-            self._last_use[block] = now
+            self._last_use[block] = self._last_hit[block] = now
         seq.block_table.extend(matched)
         seq.num_indexed_blocks = len(matched)
         seq.num_computed_tokens = seq.num_planned_tokens = len(matched) * self.block_size
         if matched:
             self.events.add("hit", seq.owner, seq.request_id, len(matched))
+        if shared:
+            self.events.add("share", seq.owner, seq.request_id, shared)
         self.grow(seq, len(seq.token_ids))
 
     # -- allocation -----------------------------------------------------------------------------------
@@ -163,9 +210,12 @@ class BlockManager:
             self._state[block] = ACTIVE
             self._refcount[block] = 1
             self._owner[block] = seq.owner
+            self._turn[block] = seq.turn
+            self._request[block] = seq.request_id
             self._position[block] = len(seq.block_table)
             self._hits[block] = 0
             self._last_use[block] = now
+            self._last_hit[block] = 0.0
             seq.block_table.append(block)
         for owner, count in evicted.items():
             self.events.add("evict", owner, seq.request_id, count)
@@ -186,6 +236,9 @@ class BlockManager:
             self._content[block] = content
             self._index.setdefault(content.hash, []).append(block)
         seq.num_indexed_blocks = full
+        if seq.owner in self.pins:
+            # The whole chain, head first: a pinned block behind an evicted one could not be found.
+            self._pin(seq.owner, seq.block_table[:full])
 
     def release(self, seq: Sequence) -> None:
         """Take back every block of seq, tail first; full ones stay findable until they are evicted."""
@@ -201,13 +254,13 @@ class BlockManager:
                 self._empty.move_to_end(block, last=False)
             else:
                 self._state[block] = CACHED
-                self._cached[block] = None
+                self._set_aside(block)
         seq.block_table = []
         seq.num_indexed_blocks = 0
         seq.num_computed_tokens = seq.num_planned_tokens = 0
 
     def clear_cache(self) -> int:
-        """Forget every cached block that nobody holds; returns how many."""
+        """Forget every cached block that is not pinned; returns how many."""
         count = len(self._cached)
         for block in list(self._cached):
             del self._cached[block]
@@ -215,6 +268,52 @@ class BlockManager:
             self._state[block] = FREE
             self._empty[block] = None
         return count
+
+    # -- pins -----------------------------------------------------------------------------------------
+
+    def pin(self, owner: int) -> int:
+        """Keep owner's conversation from eviction: every full block that it wrote, every block before those in their
+        chains whoever wrote it, and, as far as the limit allows, what it will write. Returns the blocks now pinned
+        for it; a second call adds what has become resident since.
+
+        Raises ValueError, and pins nothing, for owner 0 (nobody's) and where the pool's limit would be passed.
+
+        A pin outranks other conversations' cached blocks, never a request: where a request could otherwise not go
+        on, alone in the pool, the longest pinned conversation loses its pin (release_pin_for()).
+        """
+        if owner < 1:
+            raise ValueError(f"owner={owner} cannot be pinned; blocks of nobody in particular carry 0, give 1 or more")
+        chain = self._chain_of(owner)
+        missing = [block for block in self.pins.missing(owner, chain) if not self.pins.counts[block]]
+        room = self.pins.limit - self.pins.num_blocks
+        if len(missing) > room:
+            raise ValueError(
+                f"pinning conversation {owner} takes {len(missing)} more blocks; {room} are left of the "
+                f"{self.pins.limit} that may be pinned in this pool of {self.num_blocks}: unpin another one first"
+            )
+        self._pin(owner, chain)
+        return len(self.pins.blocks(owner))
+
+    def unpin(self, owner: int, *, request_id: int = 0, reason: str = "") -> int:
+        """Let owner's blocks be evicted again, as if they had been released now; returns how many nobody else has
+        pinned. An owner without pins is a no-op. request_id and reason are for the event log."""
+        if owner not in self.pins:
+            return 0
+        freed = self.pins.remove(owner)
+        for block in sorted(freed, key=lambda b: -int(self._position[b])):
+            if block in self._kept:
+                self._kept.remove(block)
+                self._cached[block] = None
+        self.events.add("unpin", owner, request_id, len(freed), reason)
+        return len(freed)
+
+    def release_pin_for(self, seq: Sequence) -> bool:
+        """Unpin the longest pinned conversation with idle blocks so that seq can go on; False where there is none."""
+        for owner in self.pins.owners():
+            if not self._kept.isdisjoint(self.pins.blocks(owner)):
+                self.unpin(owner, request_id=seq.request_id, reason="a request needed the room")
+                return True
+        return False
 
     # -- inspection -----------------------------------------------------------------------------------
 
@@ -228,7 +327,28 @@ class BlockManager:
             self._position.copy(),
             self._hits.copy(),
             self._last_use.copy(),
+            self._turn.copy(),
+            self._request.copy(),
+            self._last_hit.copy(),
+            self.pins.counts > 0,
         )
+
+    def eviction_order(self) -> Iterator[int]:
+        """The cached blocks that may be evicted, the next one first."""
+        return iter(self._cached)
+
+    def owner_of(self, block: int) -> int:
+        return int(self._owner[block])
+
+    def continuations(self, parent: bytes, salt: bytes) -> list[tuple[int, list[int]]]:
+        """(block, its token ids) of every resident full block that follows the block hashed `parent` (b"": begins a
+        prompt) under that salt, the most recently used first. O(pool)."""
+        found = [
+            (block, list(array("i", content.tokens)))
+            for block, content in enumerate(self._content)
+            if content is not None and content.parent == parent and content.salt == salt
+        ]
+        return sorted(found, key=lambda entry: -self._last_use[entry[0]])
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Raise RuntimeError unless the books balance against the tables of all live sequences. O(pool)."""
@@ -244,8 +364,14 @@ class BlockManager:
             problems.append(f"block {block} has refcount {self._refcount[block]} but {held[block]} holders")
         for block in np.flatnonzero(state != self._state)[:3]:
             problems.append(f"block {block} is in state {self._state[block]}, expected {state[block]}")
-        for listed, expected in ((self._empty, FREE), (self._cached, CACHED)):
-            if set(listed) != set(np.flatnonzero(state == expected).tolist()):
+        if not self._kept.isdisjoint(self._cached):
+            problems.append(f"blocks {sorted(self._kept & set(self._cached))} are both kept and evictable")
+        for listed, pinned in ((self._cached, False), (self._kept, True)):
+            for block in [b for b in listed if (self.pins.counts[b] > 0) != pinned]:
+                problems.append(f"block {block} is on the wrong list for being pinned {self.pins.counts[block]} times")
+        problems += self.pins.problems(filled)
+        for listed, expected in ((set(self._empty), FREE), (self._kept.union(self._cached), CACHED)):
+            if listed != set(np.flatnonzero(state == expected).tolist()):
                 problems.append(f"the list of blocks in state {expected} differs from the blocks in that state")
         counted = self.num_free + self.num_cached + int((held > 0).sum())
         if counted != self.num_blocks:
@@ -268,6 +394,42 @@ class BlockManager:
         if self._empty:
             return self._empty.popitem(last=False)[0]
         return self._cached.popitem(last=False)[0]
+
+    def _set_aside(self, block: int) -> None:
+        """Put a block that has content and no holder where it belongs."""
+        if self.pins.counts[block]:
+            self._kept.add(block)
+        else:
+            self._cached[block] = None
+
+    def _pin(self, owner: int, blocks: list[int]) -> None:
+        new = self.pins.add(owner, blocks)
+        for block in new:
+            if block in self._cached:
+                del self._cached[block]
+                self._kept.add(block)
+        if new:
+            self.events.add("pin", owner, 0, len(new))
+
+    def _chain_of(self, owner: int) -> list[int]:
+        """The full blocks that owner wrote and all that stand before them in their chains, heads first."""
+        found: dict[int, None] = {}
+        for block in sorted(np.flatnonzero(self._owner == owner).tolist(), key=lambda b: int(self._position[b])):
+            chain: list[int] = []
+            content = self._content[block]
+            while content is not None and block not in found:
+                chain.append(block)
+                parents = [b for b in self._index.get(content.parent, ()) if self._is(b, content.parent, content.salt)]
+                if not parents:
+                    break
+                block = parents[0]
+                content = self._content[block]
+            found.update(dict.fromkeys(reversed(chain)))
+        return list(found)
+
+    def _is(self, block: int, key: bytes, salt: bytes) -> bool:
+        content = self._content[block]
+        return content is not None and content.hash == key and content.salt == salt
 
     def _forget(self, block: int) -> None:
         content = self._content[block]

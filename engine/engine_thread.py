@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
 from engine.sampling_params import SamplingParams
 from models.catalog import ModelUnavailable
@@ -25,10 +27,13 @@ from models.catalog import ModelUnavailable
 if TYPE_CHECKING:
     from engine.block_manager import KVSnapshot
     from engine.events import BlockEvent
+    from engine.explain import Explanation
     from engine.llm_engine import LLMEngine
     from models.tokenizer import Tokenizer
 
 logger = logging.getLogger("pageturn.engine")
+
+T = TypeVar("T")
 
 MAX_UNFINISHED = 1024
 SMALL_MODEL_PARAMETERS = 500_000_000
@@ -89,7 +94,7 @@ class _Submission:
     prompt_ids: list[int]
     params: SamplingParams
     priority: RequestPriority
-    owner: int
+    origin: Origin
     arrival: float
 
 
@@ -101,6 +106,7 @@ class EngineThread:
         self._engine: LLMEngine | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[int, _Stream] = {}
+        self._asked: set[Future[Any]] = set()
         # Both go on over a retry: an id or a number from before it never means something of the new engine.
         self._ids = itertools.count(1)
         self._last_event = 0
@@ -159,14 +165,17 @@ class EngineThread:
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
+        turn: int = 0,
+        cache_salt: str = "",
         want_text: bool = True,
     ) -> RequestStream:
         """Queue a request for the running event loop and return its stream.
 
         Raises ValueError for bad arguments, EngineNotReady, EngineDead or QueueFull. Prompts that cannot be
-        served end with finish_reason "error". owner is stamped on the blocks that the request writes.
+        served end with finish_reason "error". owner and turn are stamped on the blocks that the request writes,
+        which serve only requests of the same cache_salt (see Origin).
         """
-        request = self._admit(prompt_ids, params, priority, owner)
+        request = self._admit(prompt_ids, params, priority, Origin(owner, turn, cache_salt))
         stream = RequestStream(self, request, self.tokenizer if want_text else None, asyncio.get_running_loop())
         self._register(request, stream)
         return stream
@@ -178,10 +187,12 @@ class EngineThread:
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
+        turn: int = 0,
+        cache_salt: str = "",
         want_text: bool = True,
     ) -> BlockingStream:
         """submit() for threads without an event loop: the stream is an ordinary iterator."""
-        request = self._admit(prompt_ids, params, priority, owner)
+        request = self._admit(prompt_ids, params, priority, Origin(owner, turn, cache_salt))
         stream = BlockingStream(self, request, self.tokenizer if want_text else None)
         self._register(request, stream)
         return stream
@@ -193,6 +204,22 @@ class EngineThread:
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt, as LLMEngine.encode; raises EngineNotReady before the model is loaded."""
         return self._ready_engine().encode(prompt)
+
+    # -- the cache ------------------------------------------------------------------------------------
+    # Each of these waits until the step in flight is done (on a CPU up to half a second): from an event loop call
+    # them with asyncio.to_thread. They raise EngineNotReady, EngineDead, and ValueError as LLMEngine's own do.
+
+    def explain(self, prompt_ids: list[int], cache_salt: str = "") -> Explanation:
+        """What the prompt would find in the cache, see LLMEngine.explain."""
+        return self._ask(lambda engine: engine.explain(prompt_ids, cache_salt))
+
+    def pin(self, owner: int) -> int:
+        """Keep a conversation's blocks from eviction, see BlockManager.pin."""
+        return self._ask(lambda engine: engine.pin(owner))
+
+    def unpin(self, owner: int) -> int:
+        """Let them be evicted again, see BlockManager.unpin."""
+        return self._ask(lambda engine: engine.unpin(owner))
 
     # -- what others see ------------------------------------------------------------------------------
 
@@ -321,6 +348,9 @@ class EngineThread:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
         with self._lock:
             open_ids = list(self._streams)
+            asked, self._asked = self._asked, set()
+        for answer in asked:
+            answer.set_exception(EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}"))
         reason, error = ("abort", None) if self._stopping else ("error", self._error)
         self._deliver([StepOutput(request_id, [], reason, error) for request_id in open_ids])
 
@@ -340,14 +370,14 @@ class EngineThread:
         return engine
 
     def _admit(
-        self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, owner: int
+        self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, origin: Origin
     ) -> _Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()
         engine.validate(prompt_ids, params, priority)
         if len(self._streams) >= MAX_UNFINISHED:
             raise QueueFull(f"{len(self._streams)} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
-        return _Submission(next(self._ids), list(prompt_ids), params, priority, owner, arrival)
+        return _Submission(next(self._ids), list(prompt_ids), params, priority, origin, arrival)
 
     def _register(self, request: _Submission, stream: _Stream) -> None:
         with self._lock:
@@ -362,10 +392,31 @@ class EngineThread:
             request.prompt_ids,
             request.params,
             request.priority,
-            owner=request.owner,
+            owner=request.origin.owner,
+            turn=request.origin.turn,
+            cache_salt=request.origin.cache_salt,
             request_id=request.request_id,
             arrival=request.arrival,
         )
+
+    def _ask(self, question: Callable[[LLMEngine], T]) -> T:
+        """Run `question` in the engine thread between two steps and wait for its answer."""
+        answer: Future[T] = Future()
+        with self._lock:
+            engine = self._ready_engine()
+            self._asked.add(answer)
+
+        def run() -> None:
+            if answer not in self._asked:
+                return  # answered by the engine's end
+            self._asked.discard(answer)
+            try:
+                answer.set_result(question(engine))
+            except Exception as error:  # it is the asker's, who gets it raised
+                answer.set_exception(error)
+
+        self._post(run)
+        return answer.result()
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.put(command)
@@ -494,6 +545,8 @@ class AsyncLLMEngine:
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         owner: int = 0,
+        turn: int = 0,
+        cache_salt: str = "",
         want_text: bool = True,
     ) -> RequestStream:
         """Queue a prompt (text or token ids) and return its stream of deltas; see EngineThread.submit."""
@@ -502,6 +555,8 @@ class AsyncLLMEngine:
             sampling_params or SamplingParams(),
             priority=priority,
             owner=owner,
+            turn=turn,
+            cache_salt=cache_salt,
             want_text=want_text,
         )
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from engine.config import EngineConfig
 from engine.engine_thread import AsyncLLMEngine
 from engine.llm_engine import LLMEngine
+from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority
 from engine.sampling_params import SamplingParams
 from engine.stream import StreamState
@@ -41,9 +42,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         use_tqdm: bool = True,
+        *,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Generate for one prompt or many (text or token ids); results stand in input order.
 
+        Cached blocks serve only prompts of the same cache_salt (at most 256 characters).
         A request that cannot be served has finish_reason "error" and its cause; ValueError is raised only for
         bad arguments, and then nothing has been queued.
         """
@@ -58,7 +62,11 @@ class LLM:
         encoded = [self.engine.encode(p) for p in many]
         for ids, one in zip(encoded, params, strict=True):
             self.engine.validate(ids, one, priority)
-        order = [self.add_request(ids, one, priority) for ids, one in zip(encoded, params, strict=True)]
+        Origin(cache_salt=cache_salt)  # raises for a bad one
+        order = [
+            self.add_request(ids, one, priority, cache_salt=cache_salt)
+            for ids, one in zip(encoded, params, strict=True)
+        ]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}
         with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
@@ -83,31 +91,38 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """generate() for one prompt, without a progress bar."""
-        return self.generate([prompt], sampling_params, priority, use_tqdm=False)[0]
+        return self.generate([prompt], sampling_params, priority, use_tqdm=False, cache_salt=cache_salt)[0]
 
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Answer a conversation of {"role", "content"} messages through the model's chat template."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer with a chat template, and this model's folder has none")
-        return self.generate_single(self.tokenizer.encode_chat(messages), sampling_params, priority)
+        prompt = self.tokenizer.encode_chat(messages)
+        return self.generate_single(prompt, sampling_params, priority, cache_salt=cache_salt)
 
     def add_request(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        cache_salt: str = "",
     ) -> int:
         """Queue one request for step(); returns its id."""
         params = sampling_params or SamplingParams()
         ids = self.engine.encode(prompt)
-        request_id = self.engine.add_request(ids, params, priority)
+        request_id = self.engine.add_request(ids, params, priority, cache_salt=cache_salt)
         self._streams[request_id] = StreamState(request_id, ids, params, self.tokenizer)
         return request_id
 
@@ -190,9 +205,11 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """Run one request to its end. Cancelling the awaiting task aborts it."""
-        stream = self.engine.generate_async(prompt, sampling_params, priority)
+        stream = self.engine.generate_async(prompt, sampling_params, priority, cache_salt=cache_salt)
         try:
             async for _ in stream:
                 pass
@@ -205,9 +222,11 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        cache_salt: str = "",
     ) -> AsyncIterator[Delta]:
         """Yield the reply as it comes; deltas merge where the reader is slow. Leaving the loop aborts it."""
-        stream = self.engine.generate_async(prompt, sampling_params, priority)
+        stream = self.engine.generate_async(prompt, sampling_params, priority, cache_salt=cache_salt)
         try:
             async for delta in stream:
                 yield delta

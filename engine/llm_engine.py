@@ -9,7 +9,9 @@ import time
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.events import EventLog
+from engine.explain import Explanation, explain
 from engine.loading import EngineParts, Progress, load_parts
+from engine.origin import Origin
 from engine.outputs import RequestPriority, StepOutput
 from engine.sampler import BAD_TOKEN
 from engine.sampling_params import SamplingParams
@@ -106,15 +108,18 @@ class LLMEngine:
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         owner: int = 0,
+        turn: int = 0,
+        cache_salt: str = "",
         request_id: int | None = None,
         arrival: float | None = None,
     ) -> int:
         """Queue a request and return its id.
 
-        owner is a small integer stamped on the blocks it writes; arrival (time.perf_counter() seconds) starts
-        its TTFT. Raises ValueError as validate() does. A prompt that cannot be served ends in the next step
-        with finish_reason "error" and both numbers.
+        owner and turn are stamped on the blocks it writes, which serve only requests of the same cache_salt (see
+        Origin); arrival (time.perf_counter() seconds) starts its TTFT. Raises ValueError as validate() and Origin
+        do. A prompt that cannot be served ends in the next step with finish_reason "error" and both numbers.
         """
+        origin = Origin(owner, turn, cache_salt)
         params = sampling_params or SamplingParams()
         prompt_ids = self.encode(prompt)
         self.validate(prompt_ids, params, priority)
@@ -131,6 +136,8 @@ class LLMEngine:
             priority=RequestPriority(priority),
             arrival_order=next(self._arrivals),
             owner=owner,
+            turn=turn,
+            salt=origin.salt,
         )
         seq.metrics.arrival = time.perf_counter() if arrival is None else arrival
         error = self._unservable(len(prompt_ids))
@@ -159,6 +166,25 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """True when no request is left and no output waits for a step()."""
         return not (self._live or self._pending)
+
+    # -- the cache ------------------------------------------------------------------------------------
+
+    def explain(self, prompt: str | list[int], cache_salt: str = "") -> Explanation:
+        """What the prompt would find in the cache if it were admitted now; changes nothing. ValueError as
+        add_request()."""
+        prompt_ids, params = self.encode(prompt), SamplingParams()
+        self.validate(prompt_ids, params)
+        salt = Origin(cache_salt=cache_salt).salt
+        seq = Sequence(0, prompt_ids, params, seed=0, max_tokens=1, stop_ids=frozenset(), salt=salt)
+        return explain(self.blocks, seq)
+
+    def pin(self, owner: int) -> int:
+        """Keep a conversation's blocks from eviction, see BlockManager.pin."""
+        return self.blocks.pin(Origin(owner).owner)
+
+    def unpin(self, owner: int) -> int:
+        """Let them be evicted again, see BlockManager.unpin."""
+        return self.blocks.unpin(owner)
 
     # -- the step -------------------------------------------------------------------------------------
 

@@ -2,17 +2,22 @@
 
 One step is one ragged batch: first the decodes, one token each, then as many prompt tokens as the budget
 leaves, in chunks (Sarathi-Serve, arXiv:2403.02310), so that a long prompt never stalls the streams of others.
-When blocks run out, the sequence of the lowest priority, and among those the latest to arrive, is preempted:
-its blocks are released (and stay findable) and it is computed again later.
+Every running sequence that decodes is in every step, so a stream waits one step for its next token.
+When blocks run out, the sequence that the waiting queue would serve last is preempted: its blocks are released (and
+stay findable) and it is computed again later, from whatever of them is still cached then.
+
+BACKGROUND requests run only while there is no other. When one arrives, they are out of the very next step; they keep
+their blocks while they wait, and are the first to lose them when blocks are needed.
 """
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.outputs import RequestPriority
 from engine.sequence import Sequence, SequenceStatus
+from engine.waiting_queue import WaitingQueue, by_rank
 
 
 @dataclass(slots=True)
@@ -35,24 +40,25 @@ class StepPlan:
     finished: list[Sequence] = field(default_factory=list)
 
 
-def _order(seq: Sequence) -> tuple[int, int]:
-    """Smaller is served first."""
-    return (-seq.priority, seq.arrival_order)
-
-
 class Scheduler:
-    """Owns the waiting and the running sequences. `token_budget` may be lowered between steps."""
+    """Owns the waiting and the running sequences. `token_budget` may be lowered between steps.
+
+    running holds every sequence with blocks, the paused BACKGROUND ones included; those do not count towards
+    max_num_seqs.
+    """
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.token_budget = max_num_batched_tokens
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        self.num_steps = 0  # plans made: the clock by which waiting requests age
+        self._foreground = False  # the step being planned has other than BACKGROUND work
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self.waiting, seq, key=_order)
+        self.waiting.add(seq, self.num_steps)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -60,12 +66,14 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next step's tokens and give them their blocks."""
         plan = StepPlan()
+        self.num_steps += 1
+        self._pause_or_resume_background()
         self._plan_decodes(plan)
         # A lowered budget bounds the prompt tokens, never the decodes.
         budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
         budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
-        prefills = [s for s in self.running if s.num_uncomputed_tokens and not self._is_planned(s)]
-        prefills.sort(key=_order)
+        prefills = [s for s in self._active() if s.num_uncomputed_tokens and not self._is_planned(s)]
+        prefills.sort(key=by_rank)
         # A prompt begun goes on before those that came later, but not before more urgent ones.
         budget = self._admit_waiting(plan, budget, before=prefills[0] if prefills else None)
         for seq in prefills:
@@ -86,7 +94,7 @@ class Scheduler:
         """End seq wherever it stands; its blocks come back exactly once. A second call is a no-op."""
         if seq.is_finished:
             return
-        (self.running if seq.status is SequenceStatus.RUNNING else self.waiting).remove(seq)
+        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
         self.blocks.release(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
@@ -94,8 +102,20 @@ class Scheduler:
 
     # -- internals ------------------------------------------------------------------------------------
 
+    def _active(self) -> list[Sequence]:
+        """The running sequences that take part in steps now."""
+        return [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+
+    def _pause_or_resume_background(self) -> None:
+        # BACKGROUND ranks last, so the queue's head tells whether anything else waits.
+        others = [*self.running, *self.waiting[:1]]
+        self._foreground = not all(map(_is_background, others))
+        status = SequenceStatus.PAUSED if self._foreground else SequenceStatus.RUNNING
+        for seq in filter(_is_background, self.running):
+            seq.status = status
+
     def _plan_decodes(self, plan: StepPlan) -> None:
-        decodes = [seq for seq in self.running if seq.is_decode]
+        decodes = [seq for seq in self._active() if seq.is_decode]
         for seq in decodes:
             # An earlier turn of this loop may have preempted or ended it.
             if seq.status is SequenceStatus.RUNNING and self._make_room(plan, seq):
@@ -105,8 +125,10 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, seq: Sequence) -> bool:
         """Find seq a block for its next token, by preempting others where need be."""
         while not self.blocks.grow(seq, seq.num_tokens):
-            victim = max(self.running, key=_order)
+            victim = max(self.running, key=by_rank)
             if victim is seq and len(self.running) == 1:
+                if self.blocks.release_pin_for(seq):
+                    continue
                 # Every block of the pool is its own: there is nothing to wait for.
                 self.finish(seq, "length")
                 plan.finished.append(seq)
@@ -117,31 +139,67 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, plan: StepPlan, budget: int, before: Sequence | None = None) -> int:
-        """Admit from the head of the queue, with `before` only what is served before it; returns the budget left."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if before is not None and _order(seq) > _order(before):
+        """Admit from the queue, with `before` only what is served before it; returns the budget left."""
+        active = len(self._active())
+        while self.waiting and budget > 0 and active < self.max_num_seqs:
+            head = self.waiting[0]
+            if before is not None and by_rank(head) > by_rank(before):
                 break
-            if self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks:
-                # It outgrew the pool before it was preempted (a longer prompt is refused at entry).
-                self.finish(seq, "length")
-                plan.finished.append(seq)
+            if _is_background(head) and self._foreground:
+                break
+            if self._outgrew_the_pool(head):
+                # It did so before it was preempted (a longer prompt is refused at entry).
+                self.finish(head, "length")
+                plan.finished.append(head)
+                continue
+            seq = self._admit_one(plan, before, active)
+            if seq is None:
+                break
+            active += 1
+            budget -= self._schedule(plan, seq, budget)
+        return budget
+
+    def _admit_one(self, plan: StepPlan, before: Sequence | None, active: int) -> Sequence | None:
+        """Admit the one that may overtake, or else the head; None where neither finds room."""
+        head = self.waiting[0]
+        favourite = self.waiting.favourite(self.blocks.resident_prefix, before)
+        for seq in dict.fromkeys((favourite, head)):
+            if seq is not head and self._outgrew_the_pool(seq):
                 continue
             matched = self.blocks.match_prefix(seq)
-            # Each running sequence may want its next block before this one is done.
-            if not self.blocks.can_admit(seq, matched, reserve=min(len(self.running), self.blocks.num_blocks // 8)):
-                if self.running:
-                    break
-                raise RuntimeError(f"{seq} fits the pool of {self.blocks.num_blocks} blocks but finds no room in it")
-            self.waiting.pop(0)
+            if not self._find_room(plan, seq, matched, active):
+                continue
+            self.waiting.take(seq)
             self.blocks.admit(seq, matched)
             seq.status = SequenceStatus.RUNNING
             if not seq.was_admitted:
                 seq.was_admitted = True
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.running.append(seq)
-            budget -= self._schedule(plan, seq, budget)
-        return budget
+            return seq
+        if not active:
+            raise RuntimeError(f"{head} fits the pool of {self.blocks.num_blocks} blocks but finds no room in it")
+        return None
+
+    def _find_room(self, plan: StepPlan, seq: Sequence, matched: list[int], active: int) -> bool:
+        """Whether seq can be admitted now, after paused requests, and where nothing runs also pins, gave way."""
+        # Each running sequence may want its next block before this one is done.
+        reserve = min(active, self.blocks.num_blocks // 8)
+        paused = [s for s in self.running if s.status is SequenceStatus.PAUSED]
+        within_reach = self.blocks.num_available + sum(len(s.block_table) for s in paused)
+        needed = self.blocks.blocks_for(len(seq.token_ids)) - len(matched) + reserve
+        if active and needed > within_reach:
+            return False
+        paused.sort(key=by_rank)
+        while not self.blocks.can_admit(seq, matched, reserve):
+            if paused:
+                self._preempt(plan, paused.pop())
+            elif active or not self.blocks.release_pin_for(seq):
+                return False
+        return True
+
+    def _outgrew_the_pool(self, seq: Sequence) -> bool:
+        return self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks
 
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -173,3 +231,7 @@ class Scheduler:
         seq.num_planned_tokens += count
         seq.num_placeholders += samples
         return count
+
+
+def _is_background(seq: Sequence) -> bool:
+    return seq.priority == RequestPriority.BACKGROUND

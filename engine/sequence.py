@@ -11,6 +11,7 @@ from engine.sampling_params import SamplingParams
 class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
+    PAUSED = auto()  # a BACKGROUND request that gave way: it keeps its blocks
     FINISHED = auto()
 
 
@@ -23,6 +24,9 @@ class Sequence:
     num_computed_tokens   tokens whose keys and values stand in the cache
     num_planned_tokens    the same once the step in flight is done (equal to it between steps)
     num_placeholders      tokens that a step in flight will sample: counted, not yet known
+    rank, num_overtaken   its place in the waiting queue, see WaitingQueue
+    num_resident_hint     leading blocks that were resident when BlockManager.resident_prefix() last looked
+    owner, turn, salt     stamped on the blocks it writes: whose they are, which turn of it, whom they may serve
 
     A sequence whose planned tokens fall one short of its tokens decodes; otherwise it prefills. After a
     preemption the output so far is part of what is prefilled again.
@@ -39,18 +43,22 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_indexed_blocks",
+        "num_overtaken",
         "num_placeholders",
         "num_planned_tokens",
         "num_prompt_tokens",
+        "num_resident_hint",
         "owner",
         "params",
         "priority",
+        "rank",
         "request_id",
         "salt",
         "seed",
         "status",
         "stop_ids",
         "token_ids",
+        "turn",
         "was_admitted",
     )
 
@@ -66,6 +74,7 @@ class Sequence:
         priority: RequestPriority = RequestPriority.NORMAL,
         arrival_order: int = 0,
         owner: int = 0,
+        turn: int = 0,
         salt: bytes = b"",
     ) -> None:
         self.request_id = request_id
@@ -78,6 +87,7 @@ class Sequence:
         self.priority = priority
         self.arrival_order = arrival_order
         self.owner = owner
+        self.turn = turn
         self.salt = salt
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
@@ -89,6 +99,9 @@ class Sequence:
         self.num_planned_tokens = 0
         self.num_placeholders = 0
         self.num_cached_tokens = 0
+        self.num_resident_hint = 0
+        self.num_overtaken = 0
+        self.rank: tuple[int, int, int] | None = None
         self.was_admitted = False
         self.metrics = RequestMetrics()
 

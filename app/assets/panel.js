@@ -152,8 +152,9 @@
   function showTip(tip, block, grid) {
     const who = !block.owner ? "API or nobody" : block.owner === grid.owner ? "this chat" : "another chat";
     const used = block.last_use === null ? "never used" : `used ${block.last_use < 1 ? "just now" : `${number(block.last_use)} s ago`}`;
+    const turn = block.turn ? `, turn ${number(block.turn)}` : "";
     tip.textContent = block.state === "free" ? `#${block.id} · free`
-      : `#${block.id} · ${block.state} · ${count(block.refcount, "reference")} · block ${number(block.position + 1)} of ${who} · ${count(block.hits, "hit")} · ${used}`;
+      : `#${block.id} · ${block.state}${block.pinned ? ", pinned" : ""} · ${count(block.refcount, "reference")} · block ${number(block.position + 1)} of ${who}${turn} · ${count(block.hits, "hit")} · ${used}`;
     tip.hidden = false;
   }
 
@@ -187,6 +188,8 @@
         case "hit": return `${who} reused ${count(n, "block")}`;
         case "evict": return `${count(n, "cached block")} of ${who} evicted to make room`;
         case "preempt": return `${who} was preempted and will be recomputed`;
+        case "pin": return `${count(n, "block")} of ${who} pinned`;
+        case "unpin": return `${count(n, "block")} of ${who} unpinned${detail ? `: ${detail}` : ""}`;
         case "abort": return `${who} was stopped`;
         case "finish": return owner === this.owner && owner ? "" : `${who} finished after ${count(n, "token")}`;
         case "error": return `${who} failed: ${detail}`;

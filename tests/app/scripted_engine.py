@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.engine_thread import EngineNotReady, EngineStatus, LoadStatus
+from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, StepOutput
 from engine.sampling_params import SamplingParams
 from engine.stream import StreamState, merge
@@ -105,6 +106,7 @@ class ScriptedEngine:
     small_model: bool = False
     refuse: Exception | None = None
     requests: list[tuple[list[int], SamplingParams, int]] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
     running: int = 0
     _tasks: set[asyncio.Task] = field(default_factory=set)
     _ids: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -122,13 +124,16 @@ class ScriptedEngine:
             small_model=self.small_model,
         )
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, *, owner: int = 0) -> ScriptedStream:
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, *, owner: int = 0, turn: int = 0, cache_salt: str = ""
+    ) -> ScriptedStream:
         if self.refuse is not None:
             raise self.refuse
         if not self.ready:
             raise EngineNotReady("the model is not ready yet")
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         self.requests.append((list(prompt_ids), params, owner))
+        self.origins.append(Origin(owner, turn, cache_salt))
         stream = ScriptedStream(self, next(self._ids), prompt_ids, params)
         task = asyncio.get_running_loop().create_task(self._play(script, stream, prompt_ids, params))
         self._tasks.add(task)

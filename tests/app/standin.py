@@ -91,6 +91,8 @@ class StandInEngine:
         self.state, self.refcount = np.zeros(n, np.uint8), np.zeros(n, np.int32)
         self.owner, self.position = np.zeros(n, np.int32), np.zeros(n, np.int32)
         self.hits, self.last_use = np.zeros(n, np.int32), np.zeros(n, np.float64)
+        self.turn, self.request = np.zeros(n, np.int32), np.zeros(n, np.int64)
+        self.last_hit, self.pinned = np.zeros(n, np.float64), np.zeros(n, np.bool_)
 
     def set(self, **status: Any) -> None:
         self._status = replace(self._status, **status)
@@ -119,7 +121,8 @@ class StandInEngine:
         if not self._status.ready:
             return None
         arrays = (self.state, self.refcount, self.owner, self.position, self.hits, self.last_use)
-        return KVSnapshot(self._status.block_size, *(a.copy() for a in arrays))
+        more = (self.turn, self.request, self.last_hit, self.pinned)
+        return KVSnapshot(self._status.block_size, *(a.copy() for a in arrays + more))
 
     def events(self, since: int = 0) -> list[BlockEvent]:
         return [e for e in self.ring if e.seq > since]

@@ -189,6 +189,7 @@ async def test_hovering_tells_a_block_s_story() -> None:
     engine = StandInEngine()
     write(engine, slice(7, 8), 2, 3, 12)
     engine.position[7], engine.hits[7], engine.last_use[7] = 4, 6, time.time() - 10
+    engine.turn[7], engine.request[7], engine.last_hit[7], engine.pinned[7] = 2, 81, time.time() - 20, True
     async with watched(engine) as (_, url), connect(url) as socket:
         watcher = Watcher(socket)
         await socket.send('{"type": "hover", "id": 7}')
@@ -197,9 +198,12 @@ async def test_hovering_tells_a_block_s_story() -> None:
         await watcher.until(lambda: len(watcher.blocks) == 3)
         block, unused, outside = watcher.blocks
         assert 9 < block.pop("last_use") < 15
+        assert 19 < block.pop("last_hit") < 25
         assert block == {
-            "type": "block", "id": 7, "state": "shared", "refcount": 3, "position": 4, "owner": 12, "hits": 6
+            "type": "block", "id": 7, "state": "shared", "refcount": 3, "position": 4, "owner": 12, "hits": 6,
+            "turn": 2, "request": 81, "pinned": True,
         }  # fmt: skip
+        assert unused["last_hit"] is None and unused["pinned"] is False
         assert unused["last_use"] is None and unused["state"] == outside["state"] == "free"
 
 

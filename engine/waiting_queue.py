@@ -1,0 +1,91 @@
+"""WaitingQueue: who is admitted next.
+
+Three rules, in this order:
+
+1. BACKGROUND comes last, whatever its age: by its definition it runs only while nothing else is there.
+2. Above it, each level of priority is worth AGING_STEPS steps of waiting. A request that has waited that much longer
+   than one of the next level goes first, so that none starves: it yields only to what arrived before it, or within
+   AGING_STEPS * (levels between them) steps after it. The difference of two ages never changes, so the order of two
+   requests is fixed when the later one arrives, nothing is sorted anew, and the same order says who is preempted.
+3. Cache-aware: among the first WINDOW requests the one with the longest resident prefix may overtake, so that it
+   finds its blocks before they are evicted. It never overtakes a request of higher priority, and any one request is
+   overtaken at most MAX_OVERTAKEN times in its life; after that nothing behind it is looked at.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from typing import overload
+
+from engine.outputs import RequestPriority
+from engine.sequence import Sequence
+
+AGING_STEPS = 100
+WINDOW = 16
+MAX_OVERTAKEN = 8
+
+
+def rank_of(seq: Sequence, step: int) -> tuple[int, int, int]:
+    """The rank of a request that arrives at `step`; smaller is served first. Kept over preemptions."""
+    is_background = seq.priority == RequestPriority.BACKGROUND
+    return (is_background, step - AGING_STEPS * seq.priority, seq.arrival_order)
+
+
+def by_rank(seq: Sequence) -> tuple[int, int, int]:
+    assert seq.rank is not None, f"{seq} was never queued"
+    return seq.rank
+
+
+class WaitingQueue:
+    """The waiting sequences in order of rank."""
+
+    def __init__(self) -> None:
+        self._queue: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence]: ...
+    def __getitem__(self, index: int | slice) -> Sequence | list[Sequence]:
+        return self._queue[index]
+
+    def add(self, seq: Sequence, step: int) -> None:
+        """Queue seq, which arrives at `step` or comes back from a preemption to its old place."""
+        if seq.rank is None:
+            seq.rank = rank_of(seq, step)
+        bisect.insort(self._queue, seq, key=by_rank)
+
+    def remove(self, seq: Sequence) -> None:
+        self._queue.remove(seq)
+
+    def favourite(self, resident: Callable[[Sequence], int], before: Sequence | None = None) -> Sequence:
+        """The head, or the one that may overtake it: `resident` tells how many leading blocks of a request are in
+        the cache. With `before`, only requests served before that one are looked at."""
+        best = head = self._queue[0]
+        most, highest = resident(head), head.priority
+        for i in range(1, min(len(self._queue), WINDOW)):
+            if self._queue[i - 1].num_overtaken >= MAX_OVERTAKEN:
+                break
+            seq = self._queue[i]
+            if by_rank(seq)[0] != by_rank(head)[0] or (before is not None and by_rank(seq) > by_rank(before)):
+                break
+            if seq.priority >= highest and (blocks := resident(seq)) > most:
+                best, most = seq, blocks
+            highest = max(highest, seq.priority)
+        return best
+
+    def take(self, seq: Sequence) -> None:
+        """Remove seq because it is admitted; those that it overtakes remember it."""
+        for i, ahead in enumerate(self._queue):
+            if ahead is seq:
+                del self._queue[i]
+                return
+            ahead.num_overtaken += 1
+        raise ValueError(f"{seq} is not waiting")
