@@ -440,6 +440,7 @@ class BlockManager:
         if not copies:
             del self._index[content.hash]
         self._content[block] = None
+        self.pins.drop(block)
 
     def _lookup(self, seq: Sequence, position: int) -> int | None:
         copies = self._index.get(seq.block_hashes[position])

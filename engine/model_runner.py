@@ -210,7 +210,7 @@ class ModelRunner:
 
     def _take_row(self) -> int:
         if not self._free_rows:
-            # Only preempted sequences hold a row without running; there are never more running than rows.
+            # Only preempted and paused sequences hold a row without running; there are never more running than rows.
             for request_id in [r for r, row in self._rows.items() if row.seq.status is not SequenceStatus.RUNNING]:
                 self._free_rows.append(self._rows.pop(request_id).index)
         return self._free_rows.pop()

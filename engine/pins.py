@@ -64,6 +64,14 @@ class Pins:
                 freed.append(block)
         return freed
 
+    def drop(self, block: int) -> None:
+        """Let go of one block for every owner, because it no longer holds what was pinned."""
+        if self.counts[block]:
+            self.num_blocks -= 1
+            self.counts[block] = 0
+            for blocks in self._owners.values():
+                blocks.discard(block)
+
     def problems(self, holds_content: np.ndarray) -> list[str]:
         """What is wrong with the books; holds_content is bool [num_blocks]."""
         counts = np.zeros_like(self.counts)

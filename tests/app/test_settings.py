@@ -60,6 +60,7 @@ EXAMPLES = {
     "attention_backend": ("sdpa", "sdpa"),
     "enforce_eager": ("true", True),
     "abandon_after": ("30", 30.0),
+    "isolate_users": ("yes", True),
     "data_dir": ("/tmp/elsewhere", Path("/tmp/elsewhere")),
     "api_key": ("k3y", "k3y"),
     "auth": ("ada:love:lace", ("ada", "love:lace")),

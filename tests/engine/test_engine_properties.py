@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.outputs import RequestPriority
 from engine.sampling_params import SamplingParams
+from engine.waiting_queue import MAX_OVERTAKEN
 from history_model import EOS, expected_output, history_engine
 
 MAX_MODEL_LEN = 40
@@ -26,6 +27,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.received: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
         self.ended: dict[int, str] = {}
+        self.pinned: dict[int, dict] = {}
 
     @initialize(
         num_blocks=st.integers(2, 8),
@@ -44,10 +46,27 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.pool_tokens = num_blocks * block_size
+        launch = self.engine.runner.launch
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), priority=st.sampled_from(list(RequestPriority)))
-    def add(self, prompt: list[int], max_tokens: int, priority: RequestPriority) -> None:
-        request_id = self.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens), priority)
+        def recording(plan):
+            self.engine.runner.plan = plan
+            return launch(plan)
+
+        self.engine.runner.plan = None
+        self.engine.runner.launch = recording
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        priority=st.sampled_from(list(RequestPriority)),
+        owner=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "a"]),
+    )
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: RequestPriority, owner: int = 0, salt: str = ""
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        request_id = self.engine.add_request(prompt, params, priority, owner=owner, turn=owner, cache_salt=salt)
         self.requests[request_id] = (prompt, max_tokens)
         self.received[request_id] = []
 
@@ -68,6 +87,23 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.abort(request_id)
         self.engine.abort(request_id)
         self.aborted.add(request_id)
+
+    @rule(owner=st.integers(1, 3))
+    def pin(self, owner: int) -> None:
+        try:
+            self.engine.pin(owner)
+        except ValueError as error:
+            assert "may be pinned" in str(error)
+
+    @rule(owner=st.integers(1, 3))
+    def unpin(self, owner: int) -> None:
+        self.engine.unpin(owner)
+
+    @rule(prompt=PROMPTS, salt=st.sampled_from(["", "a"]))
+    def explain(self, prompt: list[int], salt: str) -> None:
+        found = self.engine.explain(prompt, salt)
+        assert found.num_hit_tokens < len(prompt) == found.num_prompt_tokens
+        assert len(found.evicted) <= self.engine.blocks.num_cached
 
     @rule()
     def abort_an_unknown_id(self) -> None:
@@ -97,12 +133,33 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.blocks.num_active == 0
 
     def step(self) -> None:
-        for output in self.engine.step():
+        others = any(seq.priority for seq in self.engine._live.values())
+        first_event = self.engine.events.last_seq
+        outputs = self.engine.step()
+        self.check_background(others)
+        self.check_pins(first_event)
+        for output in outputs:
             assert output.request_id not in self.ended, "an output after the last one"
             self.received[output.request_id] += [t for t in output.new_token_ids if t != EOS]
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
                 self.check_result(output.request_id, output.finish_reason)
+
+    def check_background(self, others: bool) -> None:
+        """While anything else is there, BACKGROUND requests are in no step; none is overtaken too often."""
+        if others and self.engine.runner.plan is not None:
+            assert all(item.seq.priority for item in self.engine.runner.plan.items)
+        self.engine.runner.plan = None
+        assert all(seq.num_overtaken <= MAX_OVERTAKEN for seq in self.engine._live.values())
+
+    def check_pins(self, first_event: int) -> None:
+        """What was pinned before the step and was not unpinned in it holds what it held."""
+        blocks = self.engine.blocks
+        given_up = {e.owner for e in self.engine.events.since(first_event) if e.kind == "unpin"}
+        for owner, contents in self.pinned.items():
+            if owner in blocks.pins and owner not in given_up:
+                assert all(blocks._content[block] == content for block, content in contents.items())
+        self.pinned = {o: {b: blocks._content[b] for b in blocks.pins.blocks(o)} for o in blocks.pins.owners()}
 
     def check_result(self, request_id: int, reason: str) -> None:
         prompt, max_tokens = self.requests[request_id]
