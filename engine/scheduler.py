@@ -107,12 +107,12 @@ class Scheduler:
         return [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def _pause_or_resume_background(self) -> None:
+        background = [seq for seq in self.running if _is_background(seq)]
         # BACKGROUND ranks last, so the queue's head tells whether anything else waits.
-        others = [*self.running, *self.waiting[:1]]
-        self._foreground = not all(map(_is_background, others))
-        status = SequenceStatus.PAUSED if self._foreground else SequenceStatus.RUNNING
-        for seq in filter(_is_background, self.running):
-            seq.status = status
+        waits = bool(self.waiting) and not _is_background(self.waiting[0])
+        self._foreground = waits or len(background) < len(self.running)
+        for seq in background:
+            seq.status = SequenceStatus.PAUSED if self._foreground else SequenceStatus.RUNNING
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         decodes = [seq for seq in self._active() if seq.is_decode]
@@ -182,15 +182,18 @@ class Scheduler:
         return None
 
     def _find_room(self, plan: StepPlan, seq: Sequence, matched: list[int], active: int) -> bool:
-        """Whether seq can be admitted now, after paused requests, and where nothing runs also pins, gave way."""
+        """Whether seq can be admitted now: for the queue's head paused requests give way, and where nothing runs
+        also pins."""
         # Each running sequence may want its next block before this one is done.
         reserve = min(active, self.blocks.num_blocks // 8)
-        paused = [s for s in self.running if s.status is SequenceStatus.PAUSED]
-        within_reach = self.blocks.num_available + sum(len(s.block_table) for s in paused)
-        needed = self.blocks.blocks_for(len(seq.token_ids)) - len(matched) + reserve
-        if active and needed > within_reach:
+        if self.blocks.can_admit(seq, matched, reserve):
+            return True
+        if seq is not self.waiting[0]:
             return False
-        paused.sort(key=by_rank)
+        paused = sorted((s for s in self.running if s.status is SequenceStatus.PAUSED), key=by_rank)
+        needed = self.blocks.blocks_for(len(seq.token_ids)) - len(matched) + reserve
+        if active and needed > self.blocks.num_available + sum(len(s.block_table) for s in paused):
+            return False  # not even then
         while not self.blocks.can_admit(seq, matched, reserve):
             if paused:
                 self._preempt(plan, paused.pop())

@@ -46,8 +46,8 @@ def test_background_work_in_every_slot_gives_way_in_one_step_keeps_its_blocks_an
 def test_background_work_that_holds_every_block_is_preempted_latest_first_and_only_as_needed() -> None:
     driver = Driver(history_engine(8, 4, max_num_seqs=4, max_num_batched_tokens=32))
     early, middle, late = (driver.add([i] * 6, 9, BACKGROUND) for i in (1, 2, 3))
-    driver.step(4)
-    assert driver.engine.blocks.num_available == 1 or driver.engine.blocks.num_active >= 6
+    driver.step(3)
+    assert driver.engine.blocks.num_active == 6
     urgent = driver.add([4] * 11, 6)
     driver.step()
     assert planned(driver) == [urgent]
@@ -97,7 +97,7 @@ def test_a_background_prompt_that_is_half_read_goes_on_where_it_was() -> None:
 
 
 def test_background_work_waits_through_any_age_while_something_else_runs() -> None:
-    driver = Driver(history_engine(64, 4, max_num_seqs=4, max_model_len=400))
+    driver = Driver(history_engine(100, 4, max_num_seqs=4, max_model_len=400))
     slow = driver.add([1], 2, BACKGROUND)
     stream = driver.add([2], 350)
     driver.step(350)
