@@ -8,8 +8,9 @@ Three rules, in this order:
    AGING_STEPS * (levels between them) steps after it. The difference of two ages never changes, so the order of two
    requests is fixed when the later one arrives, nothing is sorted anew, and the same order says who is preempted.
 3. Cache-aware: among the first WINDOW requests the one with the longest resident prefix may overtake, so that it
-   finds its blocks before they are evicted. It never overtakes a request of higher priority, and any one request is
-   overtaken at most MAX_OVERTAKEN times in its life; after that nothing behind it is looked at.
+   finds its blocks before they are evicted. It never overtakes a request of higher priority, nor one that was
+   preempted in mid-stream, and any one request is overtaken at most MAX_OVERTAKEN times in its life; after that
+   nothing behind it is looked at.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class WaitingQueue:
         best = head = self._queue[0]
         most, highest = resident(head), head.priority
         for i in range(1, min(len(self._queue), WINDOW)):
-            if self._queue[i - 1].num_overtaken >= MAX_OVERTAKEN:
+            ahead, seq = self._queue[i - 1], self._queue[i]
+            if ahead.num_overtaken >= MAX_OVERTAKEN or ahead.was_admitted:
                 break
-            seq = self._queue[i]
             if by_rank(seq)[0] != by_rank(head)[0] or (before is not None and by_rank(seq) > by_rank(before)):
                 break
             if seq.priority >= highest and (blocks := resident(seq)) > most:

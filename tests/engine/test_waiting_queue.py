@@ -130,6 +130,21 @@ def test_a_resident_prefix_does_not_overtake_a_more_urgent_request() -> None:
     assert driver.order[-2:] == [urgent, warm]
 
 
+def test_nothing_overtakes_a_stream_that_was_preempted() -> None:
+    driver = Driver(history_engine(8, 4, max_num_seqs=3, max_num_batched_tokens=64))
+    first, second = driver.add([1] * 9, 14), driver.add([2] * 9, 14)
+    driver.step()
+    while not driver.engine.scheduler.waiting:
+        driver.step()
+    assert [seq.request_id for seq in driver.engine.scheduler.waiting] == [second]
+    warm = driver.add([1] * 9, 1)  # shares the first one's blocks and would fit
+    had = len(driver.results[second].ids)
+    driver.drain()
+    assert driver.results[second].steps[had] <= driver.results[warm].steps[0]
+    assert driver.results[first].ids == continuation([1] * 9, 14)
+    assert driver.results[second].ids == continuation([2] * 9, 14)
+
+
 def test_a_request_that_fits_thanks_to_its_resident_prefix_does_not_wait_behind_one_that_does_not_fit() -> None:
     driver = Driver(history_engine(9, 4, max_num_seqs=3, max_num_batched_tokens=32))
     holder = driver.add([*WARM, 1], 7)  # five blocks, then six
@@ -208,8 +223,13 @@ def test_over_many_random_workloads_no_stream_waits_more_than_two_steps_unless_i
     assert longest <= 1
 
 
-@pytest.mark.parametrize("pool", [6, 8, 10])
-def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_its_blocks(pool: int) -> None:
+def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_its_blocks() -> None:
+    found = [resident for pool in range(6, 16) for resident in _resumptions(pool)]
+    assert sum(resident > 0 for resident in found) >= 5, found
+
+
+def _resumptions(pool: int) -> list[int]:
+    """Three streams of up to six blocks each; for every resumption, how many blocks of its history were there."""
     driver = Driver(history_engine(pool, 4, max_num_seqs=3, max_num_batched_tokens=64))
     blocks = driver.engine.blocks
     resumed: dict[int, int] = {}  # request -> blocks of its history that stood in the pool when it was admitted again
@@ -232,8 +252,8 @@ def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_its_blocks(po
             found.append(resident)
         if driver.engine.is_finished():
             break
-    assert any(found), "nobody was preempted, or nothing was left of it"
     assert [driver.results[i].ids for i in ids] == [continuation([i, i + 1, i, i], 18) for i in range(3)]
+    return found
 
 
 def _resident(blocks: BlockManager, seq: Sequence) -> int:
