@@ -11,8 +11,14 @@ from engine.explain import explain
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
-SALTS = st.sampled_from([b"", b"a"])
+# Few distinct heads of every length, so that prefixes meet in the pool all the time.
+PROMPTS = st.builds(
+    lambda head, repeats, tail: ([1, 2, 3, 4, 5, 6, 7, 8] * repeats)[:head] + tail,
+    st.sampled_from([4, 8, 8, 12, 16, 16, 3, 17, 24]),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+SALTS = st.sampled_from([b"", b"", b"", b"a"])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -28,8 +34,17 @@ class PoolMachine(RuleBasedStateMachine):
     def build(self, num_blocks: int, block_size: int) -> None:
         self.blocks = BlockManager(num_blocks, block_size)
 
-    @rule(tokens=TOKENS, salt=SALTS, owner=st.integers(0, 3))
-    def admit(self, tokens: list[int], salt: bytes, owner: int) -> None:
+    @rule(tokens=PROMPTS, salt=SALTS, owner=st.integers(0, 3), keep=st.booleans(), computed=st.booleans())
+    def request(self, tokens: list[int], salt: bytes, owner: int, keep: bool, computed: bool) -> None:
+        """A prompt comes and, where it finds room, is computed or not yet, and stays or ends."""
+        seq = self.admit(tokens, salt, owner)
+        if seq is not None and computed:
+            self.compute(seq, len(seq.token_ids))
+        if seq is not None and not keep:
+            self.live.remove(seq)
+            self.blocks.release(seq)
+
+    def admit(self, tokens: list[int], salt: bytes, owner: int) -> Sequence | None:
         self.ids += 1
         seq = self.sequence(tokens, salt, owner)
         told = explain(self.blocks, self.sequence(tokens, salt, owner))
@@ -40,7 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         fits = self.blocks.can_admit(seq, matched)
         assert fits == (told.num_missing == 0)
         if not fits:
-            return
+            return None
         order = list(self.blocks.eviction_order())
         assert [block for block, _ in told.evicted] == [b for b in order if b not in matched][: len(told.evicted)]
         before = dict(self.written)
@@ -51,6 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert {b for b in taken if b in before} == {block for block, _ in told.evicted}
         for block in taken:
             self.written.pop(block, None)
+        return seq
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -69,10 +85,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
+    def compute_some(self, data: st.DataObject) -> None:
         """Some of a sequence's tokens have been computed, as after a step."""
         seq = data.draw(st.sampled_from(self.live))
-        seq.num_computed_tokens = data.draw(st.integers(seq.num_computed_tokens, len(seq.token_ids)))
+        self.compute(seq, data.draw(st.integers(seq.num_computed_tokens, len(seq.token_ids))))
+
+    def compute(self, seq: Sequence, count: int) -> None:
+        seq.num_computed_tokens = count
         self.blocks.index_full_blocks(seq)
         for position in range(seq.num_computed_tokens // self.blocks.block_size):
             end = (position + 1) * self.blocks.block_size
@@ -85,6 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.blocks.release(seq)
         assert seq.block_table == []
 
+    @precondition(lambda self: self.written)
     @rule(owner=st.integers(1, 3))
     def pin(self, owner: int) -> None:
         before = self.blocks.pins.num_blocks
@@ -100,18 +120,20 @@ class PoolMachine(RuleBasedStateMachine):
         size = self.blocks.block_size
         assert all((salt, tokens[:-size]) in chains for salt, tokens in chains if len(tokens) > size)
 
+    @precondition(lambda self: self.blocks.pins.owners())
     @rule(owner=st.integers(1, 3))
     def unpin(self, owner: int) -> None:
         self.blocks.unpin(owner)
         assert owner not in self.blocks.pins
 
+    @precondition(lambda self: self.blocks._kept)
     @rule()
     def give_a_pin_up(self) -> None:
-        idle = bool(self.blocks._kept)
         owners = self.blocks.pins.owners()
-        assert self.blocks.release_pin_for(self.sequence([0], b"", 0)) == idle
-        assert len(self.blocks.pins.owners()) == len(owners) - idle
+        assert self.blocks.release_pin_for(self.sequence([0], b"", 0))
+        assert len(self.blocks.pins.owners()) == len(owners) - 1
 
+    @precondition(lambda self: self.blocks.num_cached > 3)
     @rule()
     def clear(self) -> None:
         cached = set(self.blocks.eviction_order())

@@ -170,6 +170,19 @@ def test_a_request_waits_for_others_rather_than_take_a_pin() -> None:
     assert engine.blocks.pins.owners() == [1]
 
 
+def test_no_pin_is_given_up_for_a_request_that_would_only_overtake() -> None:
+    engine = history_engine(8, 4)
+    say(engine, CHAT[:9], owner=1)
+    engine.pin(1)
+    say(engine, [50] * 9)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.add_request([60] * 5, params)
+    engine.add_request([*([50] * 8), *range(17)], params)  # its head is resident, but it fits only without the pins
+    outputs = engine.step()
+    assert [output.num_prompt_tokens for output in outputs] == [5]
+    assert engine.blocks.pins.owners() == [1]
+
+
 def test_a_block_whose_content_is_withdrawn_loses_its_pin() -> None:
     engine = history_engine(8, 4, max_num_seqs=2)
     say(engine, CHAT[:9], owner=1)

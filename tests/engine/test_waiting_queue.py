@@ -131,17 +131,17 @@ def test_a_resident_prefix_does_not_overtake_a_more_urgent_request() -> None:
 
 
 def test_nothing_overtakes_a_stream_that_was_preempted() -> None:
-    driver = Driver(history_engine(8, 4, max_num_seqs=3, max_num_batched_tokens=64))
-    first, second = driver.add([1] * 9, 14), driver.add([2] * 9, 14)
+    driver = Driver(history_engine(9, 4, max_num_seqs=3, max_num_batched_tokens=64))
+    first, second = driver.add([1] * 17, 14), driver.add([2] * 9, 14)
     driver.step()
     while not driver.engine.scheduler.waiting:
         driver.step()
     assert [seq.request_id for seq in driver.engine.scheduler.waiting] == [second]
-    warm = driver.add([1] * 9, 1)  # shares the first one's blocks and would fit
+    warm = driver.add([1] * 17, 1)  # shares more blocks of the first one than the second has of its own, and would fit
     had = len(driver.results[second].ids)
     driver.drain()
     assert driver.results[second].steps[had] <= driver.results[warm].steps[0]
-    assert driver.results[first].ids == continuation([1] * 9, 14)
+    assert driver.results[first].ids == continuation([1] * 17, 14)
     assert driver.results[second].ids == continuation([2] * 9, 14)
 
 
