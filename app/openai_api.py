@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.openai_schema import ApiError, ChatCompletionRequest, parse_request
@@ -216,10 +217,13 @@ async def _aborted_when_gone(receive: Receive, stream: RequestStream) -> AsyncIt
 async def _body(request: Request) -> bytes:
     """The request's body; ApiError 413 beyond MAX_BODY, without reading the rest."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body is longer than {MAX_BODY:,} bytes; send less", code="request_too_large")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise ApiError(413, f"the body is longer than {MAX_BODY:,} bytes; send less", code="request_too_large")
+    except ClientDisconnect:  # nobody is left to read the answer
+        raise ApiError(400, "the connection closed before the whole body had come") from None
     return bytes(body)
 
 

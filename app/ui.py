@@ -28,8 +28,10 @@ LATEX = [
     {"left": "\\(", "right": "\\)", "display": False},
 ]
 # These run in the browser before an event is sent: the first argument becomes the browser's id, and with TARGET the
-# second one the chat that the reader picked last, which the page may not show yet.
+# second one the chat that the reader picked last, which the page may not show yet; with SEND_TARGET that, or the name
+# of the blank page.
 IDENTIFY = "(user, ...rest) => [window.pageturn.user(), ...rest]"
+SEND_TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.target(), ...rest]"
 TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.open, ...rest]"
 ADDRESS = "() => [window.pageturn.user(), window.pageturn.chatInAddress()]"
 # gr.HTML lets an event be listened to only where its name stands quoted in the component's script.
@@ -152,7 +154,7 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
 
     on(demo.load, events.open_address, page.target, js=ADDRESS)
     on(page.new_chat.click, events.new)
-    on(page.message.submit, events.send, page.target, page.chat, page.message, *page.form, js=TARGET)
+    on(page.message.submit, events.send, page.target, page.chat, page.message, *page.form, js=SEND_TARGET)
     on(page.stop.click, events.stop, page.chat, outputs=None, queue=False)  # at once
     on(page.older.click, events.load_older, page.chat, page.first)
     on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form)

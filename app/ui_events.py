@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from app import chat_view
-from app.chat import ChatError, ChatService, ChatSettings
+from app.chat import BlankMessage, ChatError, ChatService, ChatSettings
+from app.new_chats import NewChats
 from app.page_arguments import as_message, as_text, as_turn_id, event_field, identity
 from app.page_show import Showing, Updates, list_row
 from app.settings_form import is_unfilled, read_form
@@ -41,6 +42,7 @@ class PageEvents:
     ) -> None:
         self.chats = chats
         self._showing = Showing(chats, prefill_rate)
+        self._new_chats = NewChats()
         self._retry_load = retry_load
         self._login = login
 
@@ -73,29 +75,41 @@ class PageEvents:
 
     # -- answering ---------------------------------------------------------------------------------------------
     async def send(self, request: gr.Request, user: str, target: str, chat: str, text: str, *form: Any) -> Updates:
-        """Send the message box's text to chat `target` ("": a new one), which the reader may have picked so lately
-        that the page still shows `chat`. The settings shown are `chat`'s: they count only where the two are one."""
-        who, text, shown = self._who(request, user), as_text(text), as_text(chat)
-        chat = as_text(target)
-        if chat != shown or is_unfilled(form):
+        """Send the message box's text to `target`, the chat that the reader picked last or the name of a blank page,
+        which becomes a chat. The page may still show `chat`, whose settings count only where the two are one."""
+        who, text, target = self._who(request, user), as_text(text), as_text(target)
+        blank = not target or target.startswith("new-")
+        if ("" if blank else target) != as_text(chat) or is_unfilled(form):
             form = ()
         if not text.strip():
             return self._showing.nothing()
 
         async def start() -> str:
-            if form:
-                self._form(form)  # a wrong setting is refused before a chat is made
-            target = chat or await self.chats.new_chat(who)
-            try:
+            if not blank:
                 await self._keep_settings(who, target, form)
                 await self.chats.send(who, target, text)
-            except ValueError:
-                if not chat:  # a refused first message leaves no empty chat behind
-                    await self.chats.delete_chat(who, target)
-                raise
-            return target
+                return target
+            async with self._new_chats.page(who, target) as page:
+                if page.chat and page.text == text:
+                    raise BlankMessage  # a second click
+                page.chat, page.text = await self._first_message(who, page.chat, text, form), text
+            return page.chat
 
-        return await self._showing.answer(_session(request), who, start, sent=chat)
+        return await self._showing.answer(_session(request), who, start, sent="" if blank else target)
+
+    async def _first_message(self, who: str, chat: str, text: str, form: tuple[Any, ...]) -> str:
+        """Send to `chat`, made now where it is ""; a refused message leaves no empty chat behind."""
+        if form:
+            self._form(form)  # a wrong setting is refused before a chat is made
+        target = chat or await self.chats.new_chat(who)
+        try:
+            await self._keep_settings(who, target, form)
+            await self.chats.send(who, target, text)
+        except ValueError:
+            if not chat:
+                await self.chats.delete_chat(who, target)
+            raise
+        return target
 
     async def edit(
         self, request: gr.Request, event: gr.EditData, user: str, chat: str, first: str, *form: Any

@@ -39,7 +39,10 @@
     pageturn.open = id;
     pageturn.send("pick", { id });
   }
-  document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) pageturn.open = ""; }, true);
+  document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) pageturn.open = blank = ""; }, true);
+  // Where a message goes. A page without a chat has a name, so that a first message sent twice makes one chat.
+  let blank = "";
+  pageturn.target = () => pageturn.open || (blank ||= "new-" + [...crypto.getRandomValues(new Uint8Array(8))].map((b) => b.toString(16).padStart(2, "0")).join(""));
 
   // -- drafts: kept per chat until sent, through refusals and reloads --------------------------------------------
   const draftKey = (chat) => `pageturn-draft:${chat}`;
@@ -84,6 +87,7 @@
         const moved = value.open !== shown;
         pageturn.open = shown = value.open;
         if (value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
+        if (moved) blank = "";
         if (moved) restoreDraft();
         if (moved) showSidebar(false);
         followReply(moved || value.sent !== null);

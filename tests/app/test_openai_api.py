@@ -360,6 +360,23 @@ async def test_closing_a_stream_aborts_the_request_at_once(engine: StandInEngine
     assert time.perf_counter() - began < 0.5
 
 
+async def test_a_connection_dropped_in_mid_body_leaves_no_traceback(
+    address: str, client: AsyncOpenAI, engine: StandInEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = address.split(":")
+    for _ in range(3):
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+        writer.write(head.encode() + b"Content-Length: 4000\r\n\r\n" + b'{"model": "standin"')
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+    await asyncio.sleep(0.1)
+    reply = await answered(engine, client.chat.completions.create(model="standin", messages=HELLO), "still here")
+    assert reply.choices[0].message.content == "still here"
+    assert not [r for r in caplog.records if r.exc_info or "Traceback" in r.getMessage()]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_connection_dropped_before_the_first_token_aborts_the_request_at_once(
     stream: bool, engine: StandInEngine, client: AsyncOpenAI

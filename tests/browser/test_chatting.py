@@ -176,6 +176,25 @@ def test_an_exported_chat_is_imported_by_another_person(server, profile, tmp_pat
     expect(other.locator(".pt-notice")).to_contain_text("not JSON")
 
 
+def test_a_first_message_clicked_twice_or_followed_at_once_makes_one_chat(server, profile):
+    page = open_page(profile(), server.url)
+    message_box(page).fill("Name two rivers.")
+    page.locator("#message button").last.dblclick()
+    wait_for_replies(page, 1)
+    page.wait_for_timeout(500)
+    assert titles(page) == ["Name two rivers."]
+    expect(page.locator("#chat .user")).to_have_count(1)
+
+    page.locator("#new-chat").click()
+    expect(replies(page)).to_have_count(0)
+    send(page, "Name two lakes.")
+    message_box(page).fill("And two seas.")  # the first chat's name has hardly reached the page
+    message_box(page).press("Enter")
+    wait_for_replies(page, 1)
+    expect(message_box(page)).to_have_value("And two seas.")  # refused while that chat answers, and kept
+    assert sorted(titles(page)) == ["Name two lakes.", "Name two rivers."]
+
+
 def test_settings_belong_to_a_chat_and_are_kept(server, profile):
     page = open_page(profile(), server.url, max_tokens=5)
     ask(page, "One.")
@@ -197,11 +216,19 @@ def test_settings_belong_to_a_chat_and_are_kept(server, profile):
     expect(page.locator("#system-prompt textarea")).to_have_value("You are a pirate.")
 
 
-@pytest.mark.parametrize(("box", "value", "words"), [("#max-tokens", "0", "max_tokens=0"), ("#seed", "-3", "seed=-3")])
+@pytest.mark.parametrize(
+    ("box", "value", "words"),
+    [
+        ("#max-tokens", "0", "max_tokens=0"),
+        ("#seed", "-3", "seed=-3"),
+        ("#top-k", "-5", "top_k=-5"),
+        ("#top-p", "7", "top_p=7"),
+    ],
+)
 def test_a_wrong_setting_is_refused_by_name_and_the_draft_kept(server, profile, box, value, words):
     page = open_page(profile(), server.url, max_tokens=None)
     page.locator("#settings > button").click()
-    page.locator(f"{box} textarea, {box} input").fill(value)
+    page.locator(f"{box} textarea, {box} input").first.fill(value)
     message_box(page).fill("Hello")
     message_box(page).press("Enter")
     expect(page.locator(".pt-notice")).to_contain_text(words)
