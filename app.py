@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Run the server until it is told to end; returns the exit code (2: something given cannot be used)."""
+    """Run the server until it is told to end, and end the process; returns 2 if something given cannot be used."""
     from app.settings import SettingsError, parse_settings
 
     try:
@@ -20,7 +20,7 @@ def main() -> int:
         return 2
     from app.launch import run
 
-    return run(settings)
+    run(settings)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from app.store import NotFound, Store, StoreError
 from app.thinking import ThinkingSplit, split_thinking
 
 if TYPE_CHECKING:
-    from engine.engine_thread import RequestStream
     from engine.outputs import Delta
+    from engine.request_stream import RequestStream
 
 log = logging.getLogger(__name__)
 

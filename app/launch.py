@@ -7,6 +7,7 @@ fault there is one line and exit code 2. torch is imported by the engine's threa
 from __future__ import annotations
 
 import asyncio
+import atexit
 import errno
 import logging
 import os
@@ -18,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
 from app.doorway import THREAD_NAME, Doorway
+from app.restart import WINDOW_SECONDS, Restart, become_new, taken_over
 from app.settings import Settings, with_flags
 
 if TYPE_CHECKING:
@@ -44,26 +46,32 @@ class CannotStart(Exception):
     """Something given cannot be used; the message is one line."""
 
 
-def run(settings: Settings) -> int:
-    """Serve until SIGTERM, ^C or a failure to load a local model; returns the exit code."""
+def run(settings: Settings) -> NoReturn:
+    """Serve until SIGTERM, ^C or a failure to load a local model, then end the process with the exit code."""
     os.environ.update(OFFLINE_MANNERS)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("pageturn").setLevel(logging.INFO)
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, _interrupt)  # until the server takes both over
+    restart = taken_over()
     try:
-        code = _run(settings)
+        code = _run(settings, restart)
     except CannotStart as error:
         code = _refuse(str(error))
     except KeyboardInterrupt:
         code = 0
-    if any(thread.name in ("engine", THREAD_NAME) for thread in threading.enumerate()):
-        # It could not be joined: it is inside an import or a download, which nothing can end, and the interpreter
-        # must not be taken down around it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once. Everything is stored and closed by now, and to take the interpreter down, with torch
+    and Gradio in it, would take seconds. Nor may it be taken down around a thread that could not be joined: one that
+    is inside an import, a download or a step."""
+    if not any(thread.name in ("engine", THREAD_NAME) for thread in threading.enumerate()):
+        atexit._run_exitfuncs()  # multiprocessing's among them, which end child processes
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _interrupt(sig: int, frame: FrameType | None) -> None:
@@ -71,18 +79,21 @@ def _interrupt(sig: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, restart: Restart | None) -> int:
     _check_device(settings.device)
     _check_model(settings.model, settings.max_model_len)
-    listener = bind(settings.host, settings.port)
+    listener = restart.listener if restart else bind(settings.host, settings.port)
     store = _open_store(settings)
     try:
-        return asyncio.run(_serve(settings, listener, store))
+        server = asyncio.run(_serve(settings, listener, store, restart))
     finally:
         store.close()
+    if server.kept_listener is not None:
+        become_new(server.restart_cause, server.kept_listener)
+    return server.exit_code
 
 
-async def _serve(settings: Settings, listener: socket.socket, store: Any) -> int:
+async def _serve(settings: Settings, listener: socket.socket, store: Any, restart: Restart | None) -> Server:
     from engine.engine_thread import EngineThread
 
     engine = EngineThread(settings.engine_config())
@@ -94,20 +105,25 @@ async def _serve(settings: Settings, listener: socket.socket, store: Any) -> int
         chats = ChatService(store, engine, settings.abandon_after, isolate_users=settings.isolate_users)
         return build_app(settings, engine, chats)
 
-    server = Server(settings, engine, build, listener)
+    server = Server(settings, engine, build, listener, restart)
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, server.handle_exit)
     await server.serve(sockets=[listener])
     if server.doorway.fault is not None:
         raise server.doorway.fault
-    return server.exit_code
+    return server
 
 
 class Server(uvicorn.Server):
     """uvicorn that starts the engine once the page is there, and at the end lets jobs be stored first."""
 
     def __init__(
-        self, settings: Settings, engine: EngineThread, build: Callable[[], FastAPI], listener: socket.socket
+        self,
+        settings: Settings,
+        engine: EngineThread,
+        build: Callable[[], FastAPI],
+        listener: socket.socket,
+        restart: Restart | None = None,
     ) -> None:
         self.doorway = Doorway(build, engine, self._page_built)
         config = uvicorn.Config(
@@ -124,6 +140,9 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.exit_code = 0
+        self.restart_cause = ""
+        self.kept_listener: socket.socket | None = None  # set when the process is to begin anew
+        self._restart = restart
         self._settings = settings
         self._engine = engine
         self._listener = listener
@@ -132,7 +151,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         url = address(self._settings, self._listener.getsockname()[1])
-        print(f"PageTurn is open at {url} (the model is loading)", flush=True)
+        again = f" again, after a fault: {self._restart.cause}" if self._restart else ""
+        print(f"PageTurn is open at {url}{again} (the model is loading)", flush=True)
         if self._settings.auth and not self._settings.api_key:
             print("note: --auth guards the page only; without --api-key everybody may use /v1", flush=True)
 
@@ -141,6 +161,8 @@ class Server(uvicorn.Server):
         if self.doorway.fault is not None:
             self.should_exit = True
         elif not self.should_exit:
+            loop = asyncio.get_running_loop()
+            self._engine.on_death = lambda: loop.call_soon_threadsafe(self._engine_died)
             self._engine.start()
             self._loading = asyncio.create_task(self._report_load())
 
@@ -160,6 +182,23 @@ class Server(uvicorn.Server):
         blocks = f"{status.kv['total']:,} KV blocks of {status.block_size} tokens"
         how = f"{status.device}, {status.dtype}, {blocks}"
         print(f"{status.model} is ready after {time.monotonic() - began:.1f} s ({how})", flush=True)
+
+    def _engine_died(self) -> None:
+        """Begin anew, once: streams have had their last word, and shutdown() stores what the chats have of it."""
+        cause = _one_line(self._engine.status().error)
+        if self.should_exit:
+            return
+        if self._restart is not None and self._restart.is_recent():
+            minutes = WINDOW_SECONDS / 60
+            print(
+                f"the engine has stopped: {cause} (restarted once within {minutes:.0f} minutes; it stays down)",
+                flush=True,
+            )
+            return
+        print(f"the engine has stopped: {cause} (the server restarts)", flush=True)
+        self.restart_cause = cause
+        self.kept_listener = self._listener.dup()
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:

@@ -28,7 +28,10 @@ from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
 from engine.outputs import Delta
 
 if TYPE_CHECKING:
-    from engine.engine_thread import EngineThread, RequestStream
+    from engine.engine_thread import EngineThread
+    from engine.request_stream import RequestStream
+    from engine.status import EngineStatus
+    from models.tokenizer import Tokenizer
 
 MAX_BODY = 8 * 2**20  # bytes
 LONG_PROMPT = 20_000  # characters from which the prompt is tokenized in a thread (about 10 ms)
@@ -77,6 +80,7 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
     async def chat_completions(request: Request) -> Response:
         check_caller(request)
         wanted = parse_request(await _body(request))
+        _check_ready(engine)  # first: before it is, and after it has failed, the model's name is not known
         if wanted.model not in (engine.status().model, settings.model):
             raise ApiError(400, _unknown_model(wanted.model, engine), param="model", code="model_not_found")
         reply = Reply(wanted, await _submit(wanted, engine), engine)
@@ -227,14 +231,20 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> RequestStream:
-    """Encode the prompt and hand it to the engine; every refusal as ApiError."""
+def _check_ready(engine: EngineThread) -> tuple[EngineStatus, Tokenizer]:
+    """The status and the tokenizer of a loaded model; ApiError where there is none yet, or none any more."""
     status, tokenizer = engine.status(), engine.tokenizer
     if status.error:
         raise _engine_failed(status.error)
     if not status.ready or tokenizer is None:
         stage = f"{status.load.stage}, {status.load.percent:.0f} %"
         raise _unavailable(f"the model is still loading ({stage}); try again in {RETRY_LOADING} s")
+    return status, tokenizer
+
+
+async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> RequestStream:
+    """Encode the prompt and hand it to the engine; every refusal as ApiError."""
+    status, tokenizer = _check_ready(engine)
     messages = wanted.chat_messages()
     prompt_ids = await _encode(
         lambda: tokenizer.encode_chat(messages, template_kwargs=wanted.chat_template_kwargs),

@@ -22,7 +22,8 @@ from app.text import title_of
 from engine.engine_thread import EngineError
 
 if TYPE_CHECKING:
-    from engine.engine_thread import EngineStatus, EngineThread
+    from engine.engine_thread import EngineThread
+    from engine.status import EngineStatus
     from models.tokenizer import Tokenizer
 
 

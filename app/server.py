@@ -137,10 +137,17 @@ def snapshot_json(snapshot: KVSnapshot | None) -> dict[str, Any]:
 
 
 async def _close(chats: ChatService, hub: KVHub, engine: EngineThread) -> None:
-    """Jobs first: they store what their requests gave so far, which needs the engine's last word on each."""
-    await chats.shutdown()
+    """Jobs first: they store what their requests gave so far, which needs the engine's last word on each. Where a
+    step goes on and on, the engine's own shutdown says it without waiting for the step."""
+    patience = ENGINE_TIMEOUT if engine.status().ready else LOADING_TIMEOUT
+    try:
+        async with asyncio.timeout(patience):
+            await chats.shutdown()
+    except TimeoutError:
+        patience = 0.0
     await hub.close()
-    await asyncio.to_thread(engine.shutdown, ENGINE_TIMEOUT if engine.status().ready else LOADING_TIMEOUT)
+    await asyncio.to_thread(engine.shutdown, patience)
+    await chats.shutdown()
 
 
 def _once(close: Any) -> Any:

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_engine import AsyncLLMEngine
     from engine.config import EngineConfig
-    from engine.engine_thread import AsyncLLMEngine
     from engine.llm import LLM, AsyncLLM
     from engine.outputs import RequestOutput, RequestPriority
     from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -26,7 +26,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 _HOME = {
     "LLM": "engine.llm",
     "AsyncLLM": "engine.llm",
-    "AsyncLLMEngine": "engine.engine_thread",
+    "AsyncLLMEngine": "engine.async_engine",
     "EngineConfig": "engine.config",
     "SamplingParams": "engine.sampling_params",
     "BeamSearchParams": "engine.sampling_params",

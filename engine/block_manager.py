@@ -91,6 +91,8 @@ class BlockManager:
         self.pins = Pins(num_blocks, num_blocks // 2 if max_pinned is None else max_pinned)
         self._content: list[BlockContent | None] = [None] * num_blocks
         self._index: dict[bytes, list[int]] = {}
+        self._doubtful: set[int] = set()
+        self.doubtful_in_use: list[int] = []
         self._state = np.zeros(num_blocks, np.uint8)
         self._refcount = np.zeros(num_blocks, np.int32)
         self._owner = np.zeros(num_blocks, np.int32)
@@ -207,6 +209,9 @@ class BlockManager:
             if self._content[block] is not None:
                 evicted[int(self._owner[block])] = evicted.get(int(self._owner[block]), 0) + 1
                 self._forget(block)
+            if block in self._doubtful:
+                self._doubtful.remove(block)
+                self.doubtful_in_use.append(block)
             self._state[block] = ACTIVE
             self._refcount[block] = 1
             self._owner[block] = seq.owner
@@ -258,6 +263,16 @@ class BlockManager:
         seq.block_table = []
         seq.num_indexed_blocks = 0
         seq.num_computed_tokens = seq.num_planned_tokens = 0
+
+    def distrust(self, seq: Sequence) -> None:
+        """Make all that seq holds unfindable: it read or wrote keys and values that are not finite.
+
+        Whoever is given such a block next finds it in `doubtful_in_use`, and must overwrite its content before the
+        step: a slot that attention masks out still enters it as 0 * value, which a NaN survives.
+        """
+        for block in seq.block_table:
+            self._forget(block)
+        self._doubtful.update(seq.block_table)
 
     def clear_cache(self) -> int:
         """Forget every cached block that is not pinned; returns how many."""

@@ -13,15 +13,19 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.config import EngineConfig
+from engine.faults import StepStuck, root_cause
 from engine.origin import Origin
-from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
+from engine.outputs import RequestPriority, StepOutput
+from engine.request_stream import BlockingStream, RequestStream, Stream, Submission, hand_over
 from engine.sampling_params import SamplingParams
+from engine.status import EngineStatus, LoadStatus
+from engine.watchdog import Watchdog
 from models.catalog import ModelUnavailable
 
 if TYPE_CHECKING:
@@ -36,11 +40,12 @@ logger = logging.getLogger("pageturn.engine")
 T = TypeVar("T")
 
 MAX_UNFINISHED = 1024
-SMALL_MODEL_PARAMETERS = 500_000_000
 _IDLE_CHECK_SECONDS = 1.0
 # The default of 5 ms would let a busy engine thread hold up an event loop for several of its steps.
 _SWITCH_INTERVAL = 0.001
 _SHUT_DOWN = "it was shut down"
+# What a token may take while no step was measured yet: a first step compiles kernels, or pages weights in.
+_UNMEASURED_SECONDS_PER_TOKEN = {"cpu": 1.0, "cuda": 0.02}
 
 
 class EngineError(RuntimeError):
@@ -59,53 +64,18 @@ class QueueFull(EngineError):
     """Too many requests are unfinished; try again when some have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStatus:
-    stage: str = "waiting to start"
-    percent: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """What /healthz and the page show. Counts are requests; rates tokens a second; kv counts blocks."""
-
-    ready: bool
-    model: str
-    load: LoadStatus
-    error: str | None
-    running: int = 0
-    waiting: int = 0
-    kv: dict[str, int] = field(default_factory=lambda: {"total": 0, "free": 0, "cached": 0, "active": 0})
-    prefill_rate: float = 0.0
-    decode_rate: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    max_model_len: int = 0
-    block_size: int = 0
-    small_model: bool = False
-    device: str = ""
-    dtype: str = ""
-    attention_backend: str = ""
-
-
-@dataclass(slots=True)
-class _Submission:
-    request_id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    priority: RequestPriority
-    origin: Origin
-    arrival: float
-
-
 class EngineThread:
-    """Owns the engine of a process. Every method may be called from any thread."""
+    """Owns the engine of a process. Every method may be called from any thread.
+
+    on_death is called, on an engine's thread, when a loaded engine has died and every stream has had its last word.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.on_death: Callable[[], object] | None = None
         self._engine: LLMEngine | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._asked: set[Future[Any]] = set()
         # Both go on over a retry: an id or a number from before it never means something of the new engine.
         self._ids = itertools.count(1)
@@ -133,7 +103,7 @@ class EngineThread:
             self._thread.start()
 
     def retry(self) -> None:
-        """Load again after a failure; a no-op unless the engine is down."""
+        """Load again after a failure; a no-op unless the engine is down, and while its thread is stuck in a step."""
         if self._error is not None:
             thread = self._thread
             if thread is not None:
@@ -145,11 +115,18 @@ class EngineThread:
         return self._settled.wait(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """End every request with "abort", release the model, join the thread."""
+        """End every request with "abort", release the model, join the thread. A step that goes on for longer than
+        `timeout` (seconds) is not waited for: the requests end without it."""
         self._stopping = True
         self._post(lambda: None)  # wakes the thread, which then sees that it is to stop
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            with self._lock:
+                self._error = self._error or _SHUT_DOWN
+            self._end_all()
 
     @property
     def cause(self) -> BaseException | None:
@@ -176,7 +153,8 @@ class EngineThread:
         which serve only requests of the same cache_salt (see Origin).
         """
         request = self._admit(prompt_ids, params, priority, Origin(owner, turn, cache_salt))
-        stream = RequestStream(self, request, self.tokenizer if want_text else None, asyncio.get_running_loop())
+        tokenizer = self.tokenizer if want_text else None
+        stream = RequestStream(request, tokenizer, self.abort, asyncio.get_running_loop())
         self._register(request, stream)
         return stream
 
@@ -193,7 +171,7 @@ class EngineThread:
     ) -> BlockingStream:
         """submit() for threads without an event loop: the stream is an ordinary iterator."""
         request = self._admit(prompt_ids, params, priority, Origin(owner, turn, cache_salt))
-        stream = BlockingStream(self, request, self.tokenizer if want_text else None)
+        stream = BlockingStream(request, self.tokenizer if want_text else None, self.abort)
         self._register(request, stream)
         return stream
 
@@ -232,32 +210,7 @@ class EngineThread:
         engine = self._engine
         if engine is None or self._error is not None:
             return EngineStatus(False, self.config.model, self._load, self._error)
-        blocks, stats, scheduler = engine.blocks, engine.stats, engine.scheduler
-        cached, free = blocks.num_cached, blocks.num_free
-        return EngineStatus(
-            ready=True,
-            model=engine.model_name,
-            load=self._load,
-            error=None,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            kv={
-                "total": blocks.num_blocks,
-                "free": free,
-                "cached": cached,
-                "active": blocks.num_blocks - free - cached,
-            },
-            prefill_rate=stats.prefill_rate,
-            decode_rate=stats.decode_rate,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            max_model_len=engine.max_model_len,
-            block_size=blocks.block_size,
-            small_model=engine.num_parameters < SMALL_MODEL_PARAMETERS,
-            device=str(engine.device.device),
-            dtype=str(engine.device.dtype).removeprefix("torch."),
-            attention_backend=engine.device.attention_backend,
-        )
+        return EngineStatus.of(engine, self._load)
 
     def kv_snapshot(self) -> KVSnapshot | None:
         """Copies of the pool's arrays; None before the model is loaded."""
@@ -272,6 +225,7 @@ class EngineThread:
     def _run(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL)
         engine: LLMEngine | None = None
+        died = False
         try:
             self._load = LoadStatus("starting", 0.0)
             # Imported here, so that a server can open its port before torch is in memory.
@@ -283,34 +237,73 @@ class EngineThread:
             self._load = LoadStatus("ready", 100.0)
             self._settled.set()
             self._loop(engine)
-            with self._lock:  # no request gets in from here on
-                self._error = _SHUT_DOWN
-            for request_id in list(self._streams):
-                engine.abort(request_id)
-            self._deliver(engine.step())
+            if self._stopping:
+                self._wind_up(engine)
         except BaseException as error:
-            # A bad model or setting, a failed download and an end asked for explain themselves in one line.
-            expected = self._stopping or isinstance(error, (ValueError, ModelUnavailable))
-            if not expected:
-                logger.exception("the engine has stopped")
-            self._cause = error
-            self._error = str(error) if expected else f"{type(error).__name__}: {error}"
+            died = self._fail(error) and engine is not None
         finally:
             self._end_all()
             self._engine = None
+            self._settled.set()
+            if died:
+                self._tell_of_death()
             if engine is not None:
                 self._last_event = engine.events.last_seq
                 engine.exit()
-            self._settled.set()
+
+    def _wind_up(self, engine: LLMEngine) -> None:
+        """End every request with "abort" and its figures."""
+        with self._lock:  # no request gets in from here on
+            self._error = self._error or _SHUT_DOWN
+        for request_id in list(self._streams):
+            engine.abort(request_id)
+        self._deliver(engine.step())
+
+    def _fail(self, error: BaseException) -> bool:
+        """Take note of what brought the engine down; False if it was down already: the first fault is the cause."""
+        # A bad model or setting, a failed download and an end asked for explain themselves in one line.
+        expected = self._stopping or isinstance(error, (ValueError, ModelUnavailable))
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._cause = error
+            self._error = str(error) if expected else root_cause(error)
+        if not expected:
+            logger.error("the engine has stopped: %s", self._error, exc_info=error)
+        return True
+
+    def _give_up_step(self, error: StepStuck) -> None:
+        """The engine's thread is lost in a step. Called on the watchdog's thread, for everybody who waits."""
+        if self._fail(error):
+            frame = sys._current_frames().get(self._thread.ident or 0) if self._thread else None
+            logger.error("the step is stuck here:\n%s", "".join(traceback.format_stack(frame)) if frame else "?")
+            self._end_all()
+            self._tell_of_death()
+
+    def _tell_of_death(self) -> None:
+        if self.on_death is not None and not self._stopping:
+            self.on_death()
 
     def _loop(self, engine: LLMEngine) -> None:
+        device = str(engine.device.device).partition(":")[0]
+        unmeasured = _UNMEASURED_SECONDS_PER_TOKEN.get(device, 1.0)
+        watchdog = Watchdog(engine.executor, self._give_up_step, seconds_per_token=unmeasured)
+        try:
+            self._serve(engine, watchdog)
+        finally:
+            watchdog.end()
+
+    def _serve(self, engine: LLMEngine, watchdog: Watchdog) -> None:
         unchecked = False
         while True:
             idle = engine.is_finished()
+            if idle:
+                watchdog.rest()
             command = self._next_command(idle, _IDLE_CHECK_SECONDS if unchecked else None)
-            if self._stopping:
+            if self._stopping or self._error is not None:
                 return
             if command is not None:
+                watchdog.wake()
                 command()
                 unchecked = True
             elif idle:
@@ -339,7 +332,7 @@ class EngineThread:
                 stream.put(output)
         for loop, batch in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_hand_over, batch)
+                loop.call_soon_threadsafe(hand_over, batch)
             except RuntimeError:  # the loop was closed: nobody is left to read
                 for stream, _ in batch:
                     self.abort(stream.request_id)
@@ -371,22 +364,22 @@ class EngineThread:
 
     def _admit(
         self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, origin: Origin
-    ) -> _Submission:
+    ) -> Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()
         engine.validate(prompt_ids, params, priority)
         if len(self._streams) >= MAX_UNFINISHED:
             raise QueueFull(f"{len(self._streams)} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
-        return _Submission(next(self._ids), list(prompt_ids), params, priority, origin, arrival)
+        return Submission(next(self._ids), list(prompt_ids), params, priority, origin, arrival)
 
-    def _register(self, request: _Submission, stream: _Stream) -> None:
+    def _register(self, request: Submission, stream: Stream) -> None:
         with self._lock:
             if self._error is not None or self._engine is None:
                 raise EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}")
             self._streams[request.request_id] = stream
         self._post(lambda: self._add(request))
 
-    def _add(self, request: _Submission) -> None:
+    def _add(self, request: Submission) -> None:
         assert self._engine is not None
         self._engine.add_request(
             request.prompt_ids,
@@ -420,145 +413,3 @@ class EngineThread:
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.put(command)
-
-
-class _Stream:
-    """What RequestStream and BlockingStream share: the text state and the way to end the request."""
-
-    def __init__(self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None) -> None:
-        from engine.stream import StreamState
-
-        self.request_id = request.request_id
-        self._engine = engine
-        self._state = StreamState(request.request_id, request.prompt_ids, request.params, tokenizer)
-
-    def abort(self) -> None:
-        """End the request; the stream then ends with finish_reason "abort" and its figures. Twice is a no-op."""
-        if not self._state.finished:
-            self._engine.abort(self.request_id)
-
-    def output(self) -> RequestOutput:
-        """Everything received so far as one result."""
-        return self._state.output()
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        return self._state.metrics
-
-    def _feed(self, output: StepOutput) -> Delta | None:
-        if self._state.finished:
-            return None
-        delta = self._state.feed(output)
-        if self._state.stopped_by_text:
-            self._engine.abort(self.request_id, "stop")
-        return delta
-
-
-class RequestStream(_Stream):
-    """`async for delta in stream`: deltas merged since the last read; ends after the one with a finish_reason.
-
-    Belongs to the event loop that submitted it, and to one reader.
-    """
-
-    def __init__(
-        self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        super().__init__(engine, request, tokenizer)
-        self.loop = loop
-        self._unread: Delta | None = None
-        self._arrived = asyncio.Event()
-        self._ended = False
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._ended:
-            raise StopAsyncIteration
-        await self._arrived.wait()
-        self._arrived.clear()
-        delta, self._unread = self._unread, None
-        assert delta is not None
-        self._ended = delta.finish_reason is not None
-        return delta
-
-    def deliver(self, output: StepOutput) -> None:
-        """Take one step's output; called on the stream's own loop."""
-        from engine.stream import merge
-
-        delta = self._feed(output)
-        if delta is not None:
-            self._unread = merge(self._unread, delta)
-            self._arrived.set()
-
-
-class BlockingStream(_Stream):
-    """`for delta in stream`, for a thread without an event loop."""
-
-    def __init__(self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None) -> None:
-        super().__init__(engine, request, tokenizer)
-        self._queue: queue.SimpleQueue[StepOutput] = queue.SimpleQueue()
-
-    def __iter__(self) -> Iterator[Delta]:
-        while not self._state.finished:
-            delta = self._feed(self._queue.get())
-            if delta is not None:
-                yield delta
-
-    def put(self, output: StepOutput) -> None:
-        """Take one step's output; called by the engine thread."""
-        self._queue.put(output)
-
-
-def _hand_over(batch: list[tuple[RequestStream, StepOutput]]) -> None:
-    for stream, output in batch:
-        stream.deliver(output)
-
-
-class AsyncLLMEngine:
-    """EngineThread's asyncio face, for programs that embed the engine."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.thread = EngineThread(config)
-
-    async def start(self) -> None:
-        """Load the model; raises what kept it from loading (ValueError for a bad model or setting)."""
-        self.thread.start()
-        await asyncio.to_thread(self.thread.wait_until_settled)
-        if self.thread.cause is not None:
-            raise self.thread.cause
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self.thread.shutdown)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.thread.tokenizer
-
-    def status(self) -> EngineStatus:
-        return self.thread.status()
-
-    def generate_async(
-        self,
-        prompt: str | list[int],
-        sampling_params: SamplingParams | None = None,
-        priority: RequestPriority = RequestPriority.NORMAL,
-        *,
-        owner: int = 0,
-        turn: int = 0,
-        cache_salt: str = "",
-        want_text: bool = True,
-    ) -> RequestStream:
-        """Queue a prompt (text or token ids) and return its stream of deltas; see EngineThread.submit."""
-        return self.thread.submit(
-            self.thread.encode(prompt),
-            sampling_params or SamplingParams(),
-            priority=priority,
-            owner=owner,
-            turn=turn,
-            cache_salt=cache_salt,
-            want_text=want_text,
-        )
-
-    def abort(self, request_id: int) -> None:
-        self.thread.abort(request_id)

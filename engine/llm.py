@@ -9,8 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engine.async_engine import AsyncLLMEngine
 from engine.config import EngineConfig
-from engine.engine_thread import AsyncLLMEngine
 from engine.llm_engine import LLMEngine
 from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority

@@ -13,6 +13,7 @@ from engine.explain import Explanation, explain
 from engine.loading import EngineParts, Progress, load_parts
 from engine.origin import Origin
 from engine.outputs import RequestPriority, StepOutput
+from engine.recovery import StepExecutor
 from engine.sampler import BAD_TOKEN
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, StepPlan
@@ -38,6 +39,7 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.device = parts.device
         self.runner = parts.runner
+        self.executor = StepExecutor(parts.runner)
         self.num_parameters = parts.num_parameters
         self.max_model_len = parts.max_model_len
         self.events = EventLog()
@@ -158,10 +160,7 @@ class LLMEngine:
         seq = self._live.get(request_id)
         if seq is None:
             return
-        table = list(seq.block_table)
-        self.scheduler.finish(seq, reason)
-        self._close(seq)
-        self._pending.append(self._output(seq, [], table))
+        self._finish(seq, reason, None, self._pending)
 
     def is_finished(self) -> bool:
         """True when no request is left and no output waits for a step()."""
@@ -201,20 +200,29 @@ class LLMEngine:
         if not plan.items:
             return outputs
         self._note_first_schedule(plan, started)
+        if self.blocks.doubtful_in_use:
+            self.runner.scrub(self.blocks.doubtful_in_use)
+            self.blocks.doubtful_in_use.clear()
         try:
-            handle = self.runner.launch(plan)
-            token_ids = self.runner.collect(handle)
+            outcome = self.executor.run(plan)
         except BaseException:
             # Ctrl-C lands here: the same tokens are planned again, and what ended meanwhile is still to be told.
-            self.scheduler.revert(plan)
+            self.scheduler.revert(plan.items)
             self._pending = outputs + self._pending
             raise
-        outputs.extend(self._apply(plan, token_ids))
+        self.scheduler.revert(outcome.postponed)
+        for seq, cause in outcome.failed:
+            self._finish(seq, "error", cause, outputs)
+        prefill = decodes = sampled = 0
+        for part, token_ids in outcome.done:
+            outputs.extend(self._apply(part, token_ids))
+            decodes += part.num_decodes
+            prefill += part.num_tokens - part.num_decodes
+            sampled += len(token_ids)
         seconds = time.perf_counter() - started
-        prefill = plan.num_tokens - plan.num_decodes
-        self.stats.record_step(prefill, len(token_ids), plan.num_decodes, seconds)
-        if self._budget is not None:
-            self._budget.record(prefill, plan.num_decodes, seconds)
+        self.stats.record_step(prefill, sampled, decodes, seconds)
+        if self._budget is not None and len(outcome.done) == 1:  # a step that broke up says nothing of the rate
+            self._budget.record(prefill, decodes, seconds)
             self.scheduler.token_budget = self._budget.tokens
         return outputs
 
@@ -265,7 +273,8 @@ class LLMEngine:
                 token = next(sampled)
                 seq.num_placeholders -= 1
                 if token == BAD_TOKEN:
-                    # What this sequence wrote cannot be trusted: end it before its blocks are indexed.
+                    # What this sequence wrote cannot be trusted, nor what it read: nobody may find it again.
+                    self.blocks.distrust(seq)
                     self._finish(seq, "error", "the model produced logits that are not finite", outputs)
                     continue
                 new = [token]
@@ -292,10 +301,10 @@ class LLMEngine:
     def _finish(
         self, seq: Sequence, reason: str, error: str | None, outputs: list[StepOutput], new: list[int] | None = None
     ) -> None:
-        table = list(seq.block_table)
+        table, computed = list(seq.block_table), seq.num_computed_tokens  # both end with it
         self.scheduler.finish(seq, reason, error)
         self._close(seq)
-        outputs.append(self._output(seq, new or [], table))
+        outputs.append(self._output(seq, new or [], table, computed))
 
     def _close(self, seq: Sequence) -> None:
         del self._live[seq.request_id]
@@ -304,8 +313,10 @@ class LLMEngine:
         kind = seq.finish_reason if seq.finish_reason in ("abort", "error") else "finish"
         self.events.add(kind, seq.owner, seq.request_id, seq.num_output_tokens, seq.error or "")
 
-    def _output(self, seq: Sequence, new: list[int], block_table: list[int] | None = None) -> StepOutput:
-        computed = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+    def _output(
+        self, seq: Sequence, new: list[int], block_table: list[int] | None = None, computed: int | None = None
+    ) -> StepOutput:
+        computed = min(seq.num_computed_tokens if computed is None else computed, seq.num_prompt_tokens)
         return StepOutput(
             request_id=seq.request_id,
             new_token_ids=new,

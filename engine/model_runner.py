@@ -20,6 +20,7 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.layers.attention import Attention
 from models.loader import load_model
 
 Progress = Callable[[str, float], None]
@@ -139,6 +140,26 @@ class ModelRunner:
             )
             self.model.compute_logits(self.model(batch))
         progress("warming up", 100.0)
+
+    def check_device(self) -> None:
+        """Raise what the device raises if it has lost its state: after a sticky CUDA error every call does."""
+        if self.device.device.type == "cuda":
+            torch.cuda.synchronize(self.device.device)
+            torch.ones(1, device=self.device.device).item()
+
+    def release_buffers(self) -> None:
+        """Give back memory that is only kept to save time."""
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.backend.release_buffers()
+        if self.device.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def scrub(self, blocks: list[int]) -> None:
+        """Overwrite the content of these blocks, in every layer, with zeros."""
+        assert self.kv_cache is not None
+        self.kv_cache[:, :, blocks] = 0
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a request that has ended."""

@@ -43,6 +43,7 @@ class StepOutput:
 
     new_token_ids       tokens sampled in this step (an end-of-sequence id included)
     finish_reason       None while it runs, else "stop" | "length" | "abort" | "error"
+    num_prompt_tokens   0 where the sender knows no figures (a thread that has lost its engine): earlier ones stand
     num_computed_tokens prompt tokens whose KV exists now (prefill progress), of num_prompt_tokens
     block_table         the sequence's physical blocks; set on the first token and at the end, else None
     """
@@ -56,6 +57,11 @@ class StepOutput:
     num_computed_tokens: int = 0
     block_table: list[int] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def copy_figures(self, other: StepOutput) -> None:
+        """Take over the counts of tokens and the times of another step's output."""
+        self.num_prompt_tokens, self.num_cached_tokens = other.num_prompt_tokens, other.num_cached_tokens
+        self.num_computed_tokens, self.metrics = other.num_computed_tokens, other.metrics
 
 
 @dataclass(slots=True)

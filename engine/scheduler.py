@@ -83,9 +83,9 @@ class Scheduler:
         self._admit_waiting(plan, budget)
         return plan
 
-    def revert(self, plan: StepPlan) -> None:
-        """Undo a plan whose step did not happen: its tokens are to be computed again. Blocks stay allocated."""
-        for item in plan.items:
+    def revert(self, items: list[ScheduledSequence]) -> None:
+        """Undo what was planned but did not happen: these tokens are to be computed yet. Blocks stay allocated."""
+        for item in items:
             if not item.seq.is_finished:
                 item.seq.num_planned_tokens -= item.num_tokens
                 item.seq.num_placeholders -= item.samples

@@ -32,6 +32,7 @@ class StreamState:
         self.stopped_by_text = False
         self.num_prompt_tokens = len(prompt_ids)
         self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
         self.metrics = RequestMetrics()
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, tuple(params.stop)) if tokenizer else None
 
@@ -48,8 +49,9 @@ class StreamState:
                 self.stop_reason = ids[-1]
             ids = ids[:-1]
         self.token_ids.extend(ids)
-        self.num_cached_tokens = step.num_cached_tokens
-        self.metrics = step.metrics
+        if step.num_prompt_tokens:
+            self.num_cached_tokens, self.num_computed_tokens = step.num_cached_tokens, step.num_computed_tokens
+            self.metrics = step.metrics
         self.error = step.error
         text = ""
         if self._detokenizer is not None:
@@ -69,11 +71,11 @@ class StreamState:
             finish_reason=reason,
             stop_reason=self.stop_reason,
             error=step.error,
-            num_prompt_tokens=step.num_prompt_tokens,
-            num_cached_tokens=step.num_cached_tokens,
-            num_computed_tokens=step.num_computed_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_computed_tokens=self.num_computed_tokens,
             block_table=step.block_table,
-            metrics=step.metrics,
+            metrics=self.metrics,
         )
 
     def output(self) -> RequestOutput:
@@ -98,7 +100,21 @@ def merge(older: Delta | None, newer: Delta) -> Delta:
     if older is None:
         return newer
     newer.text = older.text + newer.text
-    newer.token_ids = older.token_ids + newer.token_ids
+    older.token_ids.extend(newer.token_ids)  # in place: copying at every step would add up to the square of them
+    newer.token_ids = older.token_ids
     if newer.block_table is None:
         newer.block_table = older.block_table
+    return newer
+
+
+def merge_steps(older: StepOutput | None, newer: StepOutput) -> StepOutput:
+    """merge() for what was not yet turned into text. `newer` is the later one of the same request."""
+    if older is None:
+        return newer
+    older.new_token_ids.extend(newer.new_token_ids)
+    newer.new_token_ids = older.new_token_ids
+    if newer.block_table is None:
+        newer.block_table = older.block_table
+    if not newer.num_prompt_tokens:  # the engine's last word, which has no figures
+        newer.copy_figures(older)
     return newer

@@ -29,6 +29,9 @@ class AttentionBackend(ABC):
         result depends on its own sequence only.
         """
 
+    def release_buffers(self) -> None:  # noqa: B027  most backends keep none
+        """Give back memory that is kept between steps only to save time."""
+
 
 class Attention(nn.Module):
     """Holds one layer's views of the KV cache, which the model runner binds, and calls the backend."""

@@ -77,6 +77,9 @@ class SdpaBackend(AttentionBackend):
     def __init__(self) -> None:
         self._keys = self._values = torch.empty(0)
 
+    def release_buffers(self) -> None:
+        self._keys = self._values = torch.empty(0)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch
     ) -> Tensor:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.engine_thread import EngineNotReady, EngineStatus, LoadStatus
+from engine.engine_thread import EngineNotReady
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, StepOutput
 from engine.sampling_params import SamplingParams
+from engine.status import EngineStatus, LoadStatus
 from engine.stream import StreamState, merge
 from models.tokenizer import Tokenizer
 

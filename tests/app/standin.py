@@ -17,10 +17,10 @@ import numpy as np
 import uvicorn
 
 from engine.block_manager import KVSnapshot
-from engine.engine_thread import EngineStatus, LoadStatus
 from engine.events import BlockEvent
 from engine.outputs import Delta
 from engine.sampling_params import SamplingParams
+from engine.status import EngineStatus, LoadStatus
 
 READY = EngineStatus(
     ready=True,

@@ -17,7 +17,8 @@ from openai import AsyncOpenAI
 from app.openai_api import MAX_BODY, build_api
 from app.security import Guard
 from app.settings import Settings
-from engine.engine_thread import EngineDead, EngineNotReady, LoadStatus, QueueFull
+from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
+from engine.status import LoadStatus
 from tests.app.standin import StandInEngine, served
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

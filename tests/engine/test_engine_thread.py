@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from engine import engine_thread
+import history_model
+from engine import engine_thread, watchdog
 from engine.config import EngineConfig
 from engine.engine_thread import EngineDead, EngineNotReady, EngineThread, QueueFull
 from engine.llm import AsyncLLM
 from engine.llm_engine import LLMEngine
-from engine.outputs import Delta
+from engine.model_runner import StepHandle
+from engine.outputs import Delta, StepOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduler import StepPlan
 from history_model import history_engine, next_token
 
 
@@ -59,8 +63,14 @@ class Bench:
         return engine
 
     def break_down(self, error: Exception) -> None:
-        """From now on every step of the newest engine fails."""
+        """From now on every step of the newest engine fails, and not for what is in it."""
 
+        def fail() -> list:
+            raise error
+
+        self.engines[-1].step = fail  # type: ignore[method-assign]
+
+    def fail_every_launch(self, error: Exception) -> None:
         def fail(plan: object) -> object:
             raise error
 
@@ -303,6 +313,95 @@ async def test_when_the_engine_dies_every_stream_gets_the_root_cause_and_a_retry
     assert len(bench.engines) == 2
 
 
+async def test_when_every_launch_fails_whatever_is_in_it_everybody_gets_the_root_cause_within_a_second(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.pause = 0.01
+    died: list[str | None] = []
+    engine.on_death = lambda: died.append(engine.status().error)
+    streams = [engine.submit([i], tokens(1000)) for i in range(80)]  # more than run at once
+    await anext(streams[0])
+    bench.fail_every_launch(RuntimeError("the weights are gone"))
+    for deltas in await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 1):
+        assert deltas[-1].error == "RuntimeError: the weights are gone"
+    with pytest.raises(EngineDead, match="weights are gone"):
+        engine.submit([1], tokens(2))
+    await until(lambda: bool(died), 1)
+    assert died == ["RuntimeError: the weights are gone"]
+
+
+async def test_a_stream_s_last_word_at_the_engine_s_death_keeps_its_figures(engine: EngineThread, bench: Bench) -> None:
+    bench.pause = 0.005
+    await read(engine.submit([1] * 9, tokens(2)))
+    stream = engine.submit([1] * 9, tokens(1000))
+    blocking = engine.submit_blocking([1] * 9, tokens(1000))
+    first = await anext(stream)
+    next(iter(blocking))
+    bench.break_down(RuntimeError("gone"))
+    for last in ((await read(stream))[-1], list(blocking)[-1]):
+        assert (last.finish_reason, last.error) == ("error", "RuntimeError: gone")
+        assert (last.num_prompt_tokens, last.num_computed_tokens, last.num_cached_tokens) == (9, 9, 8)
+        assert last.metrics.ttft > 0 and last.num_output_tokens > 0
+    assert first.num_prompt_tokens == 9
+
+
+async def test_a_step_that_never_ends_ends_every_stream_with_the_deadline_and_nothing_waits_for_it(
+    engine: EngineThread, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "MARGIN", 1)
+    died = threading.Event()
+    engine.on_death = died.set
+    bench.pause = 0.01
+    streams = [engine.submit([i], tokens(1000)) for i in range(5)]
+    await anext(streams[0])
+    stuck, launch = threading.Event(), bench.engines[0].runner.launch
+
+    def hang(plan: StepPlan) -> StepHandle:
+        stuck.wait(20)
+        return launch(plan)
+
+    bench.engines[0].runner.launch = hang  # type: ignore[method-assign]
+    for deltas in await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 8):
+        assert deltas[-1].finish_reason == "error" and "did not end within its deadline" in deltas[-1].error
+    await until(died.is_set, 1)
+    assert "deadline" in (engine.status().error or "") and not engine.status().ready
+    with pytest.raises(EngineDead, match="deadline"):
+        engine.submit([1], tokens(2))
+    # It comes back after all: its thread ends, delivers nothing, and a retry serves again.
+    stuck.set()
+    await until(lambda: not any(t.name == "engine" for t in threading.enumerate()), 5)
+    assert "deadline" in (engine.status().error or "")
+    engine.retry()
+    assert await asyncio.to_thread(engine.wait_until_settled, 5)
+    assert [t for d in await read(engine.submit([5], tokens(20))) for t in d.token_ids] == continuation([5], 20)
+
+
+def test_a_step_s_deadline_grows_with_its_work_and_with_what_steps_took_before() -> None:
+    executor = history_engine(4, 4).executor
+    dog = watchdog.Watchdog(executor, lambda error: None, seconds_per_token=0.5)
+    dog.end()
+    assert dog.deadline(256) == watchdog.PATIENCE_SECONDS + 128
+    executor.longest = (2.0, 100)
+    assert dog.deadline(1) == watchdog.PATIENCE_SECONDS + 2.0 * watchdog.MARGIN
+    assert dog.deadline(300) == watchdog.PATIENCE_SECONDS + 6.0 * watchdog.MARGIN
+
+
+async def test_a_slow_load_is_never_taken_for_a_stuck_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
+    bench.may_load.clear()
+    engine = EngineThread(EngineConfig())
+    engine.start()
+    await asyncio.sleep(0.3)
+    bench.may_load.set()
+    assert await asyncio.to_thread(engine.wait_until_settled, 5)
+    await asyncio.sleep(0.3)  # nor is an idle engine
+    assert engine.status().ready
+    engine.shutdown()
+
+
 async def test_a_late_abort_of_a_request_that_died_with_the_engine_does_not_hit_a_new_one_nor_are_its_events_missed(
     engine: EngineThread, bench: Bench
 ) -> None:
@@ -414,6 +513,45 @@ async def test_async_llm_generates_and_streams(bench: Bench) -> None:
         assert streamed == out.token_ids
         outs = await asyncio.gather(*(llm.generate([i], tokens(12)) for i in range(30)))
         assert [o.token_ids for o in outs] == [continuation([i], 12) for i in range(30)]
+
+
+async def test_async_llm_serves_three_hundred_streams_from_one_event_loop(bench: Bench) -> None:
+    async def one(llm: AsyncLLM, i: int) -> list[int]:
+        return [t async for d in llm.stream([i % 90, i // 90, 3], tokens(12)) for t in d.token_ids]
+
+    async with AsyncLLM("stand-in") as llm:
+        got = await asyncio.gather(*(one(llm, i) for i in range(300)))
+        assert got == [continuation([i % 90, i // 90, 3], 12) for i in range(300)]
+        status = llm.engine.status()
+        assert (status.running, status.waiting, status.kv["active"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["event loop", "thread"])
+async def test_a_reader_that_never_reads_holds_its_reply_and_no_object_a_step(
+    monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    count = 5000
+    monkeypatch.setattr(
+        "engine.llm_engine.LLMEngine",
+        lambda config, progress: history_engine(1300, 4, max_model_len=count + 10, max_num_batched_tokens=64),
+    )
+    monkeypatch.setattr(history_model, "next_token", lambda history: len(history) % 90)  # at a step's cost, not n
+    thread = EngineThread(EngineConfig())
+    thread.start()
+    assert await asyncio.to_thread(thread.wait_until_settled, 10)
+    stream = (thread.submit_blocking if blocking else thread.submit)([1, 2, 3], tokens(count))
+    unread: list[int] = []
+    generated = thread._engine.stats  # type: ignore[union-attr]
+    for share in (0.2, 1.0):
+        await until(lambda share=share: generated.output_tokens >= count * share, 60)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        unread.append(sum(type(o) in (Delta, StepOutput) for o in gc.get_objects()))
+    assert max(unread) < 50, unread  # what is on its way to the loop, whatever the number of steps
+    deltas = await asyncio.to_thread(list, stream) if blocking else await read(stream)  # type: ignore[arg-type]
+    assert len(deltas) == 1 and deltas[0].token_ids == [n % 90 for n in range(3, count + 3)]
+    assert deltas[0].finish_reason == "length"
+    thread.shutdown()
 
 
 async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:

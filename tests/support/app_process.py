@@ -38,13 +38,20 @@ def run_app(*argv: str, timeout: float = 60) -> subprocess.CompletedProcess[str]
 class AppProcess:
     """A running app.py with its own port and data folder; as a context manager it leaves no process behind."""
 
-    def __init__(self, *argv: str, data_dir: Path, port: int | None = None, **env: str) -> None:
+    def __init__(
+        self,
+        *argv: str,
+        data_dir: Path,
+        port: int | None = None,
+        program: tuple[str, ...] = ("app.py",),
+        **env: str,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         data_dir.parent.mkdir(parents=True, exist_ok=True)
         self._log = data_dir.with_suffix(".log").open("a+")
         self.process = subprocess.Popen(
-            [sys.executable, "app.py", "--port", str(self.port), "--data-dir", str(data_dir), *argv],
+            [sys.executable, *program, "--port", str(self.port), "--data-dir", str(data_dir), *argv],
             cwd=ROOT,
             env=_environment() | env,
             stdout=self._log,

@@ -74,6 +74,17 @@ class HistoryRunner:
         assert handle.token_ids is not None
         return handle.token_ids.tolist()
 
+    def check_device(self) -> None:
+        pass
+
+    def release_buffers(self) -> None:
+        pass
+
+    def scrub(self, blocks: list[int]) -> None:
+        for block in blocks:
+            first = block * self.block_size
+            self.slots[first : first + self.block_size] = [None] * self.block_size
+
     def forget(self, request_id: int) -> None:
         pass
 
