@@ -214,7 +214,7 @@ class LLMEngine:
         for seq, cause in outcome.failed:
             self._finish(seq, "error", cause, outputs)
         prefill = decodes = sampled = 0
-        for part, token_ids in outcome.done:
+        for part, token_ids, _ in outcome.done:
             outputs.extend(self._apply(part, token_ids))
             decodes += part.num_decodes
             prefill += part.num_tokens - part.num_decodes

@@ -21,13 +21,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.faults import DeviceLost, EngineBroken, is_out_of_memory, root_cause
 from engine.scheduler import ScheduledSequence, StepPlan
 
 if TYPE_CHECKING:
     from engine.loading import Runner
+    from engine.model_runner import StepHandle
     from engine.sequence import Sequence
 
 logger = logging.getLogger("pageturn.engine")
@@ -49,12 +50,12 @@ _PAUSE_BEFORE_SHEDDING = 0.25  # seconds
 class StepOutcome:
     """What became of a plan.
 
-    done       the parts that ran, each with what the runner's collect() returned for it
+    done       the parts that ran, each with the sampled ids and the collected handle
     failed     sequences to end, each with its cause
     postponed  planned, but not run: to be planned again
     """
 
-    done: list[tuple[StepPlan, Any]] = field(default_factory=list)
+    done: list[tuple[StepPlan, list[int], StepHandle]] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
     postponed: list[ScheduledSequence] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class StepExecutor:
                 parts.extendleft(reversed([_Part(p) for p in smaller]))
                 continue
             try:
-                outcome.done.append((part.plan, self._launch(part.plan)))
+                outcome.done.append((part.plan, *self._launch(part.plan)))
             except Exception as error:
                 if first is None:
                     logger.warning("a step of %d sequences failed: %s", len(plan.items), root_cause(error))
@@ -125,12 +126,13 @@ class StepExecutor:
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _launch(self, plan: StepPlan) -> Any:
+    def _launch(self, plan: StepPlan) -> tuple[list[int], StepHandle]:
         began = time.perf_counter()
         self.launches += 1
         self.tokens_in_flight = plan.num_tokens
         try:
-            result = self._runner.collect(self._runner.launch(plan))
+            handle = self._runner.launch(plan)
+            token_ids = self._runner.collect(handle)
         except BaseException:
             # What a step that broke off has left in the runner may be half written: it is built anew.
             for item in plan.items:
@@ -141,7 +143,7 @@ class StepExecutor:
         seconds = time.perf_counter() - began
         if seconds > self.longest[0]:
             self.longest = (seconds, plan.num_tokens)
-        return result
+        return token_ids, handle
 
     def _note_good_step(self) -> None:
         self._barren_steps = 0
