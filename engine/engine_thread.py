@@ -307,7 +307,8 @@ class EngineThread:
         unchecked = False
         while True:
             idle = engine.is_finished()
-            command = self._next_command(idle, _IDLE_CHECK_SECONDS if unchecked else None)
+            restless = unchecked or engine.ranks is not None
+            command = self._next_command(idle, _IDLE_CHECK_SECONDS if restless else None)
             if self._stopping:
                 return
             if command is not None:
@@ -315,8 +316,10 @@ class EngineThread:
                 unchecked = True
             elif idle:
                 # Drained and quiet: the books must balance now, or nothing after this can be trusted.
-                engine.check_integrity()
-                unchecked = False
+                if unchecked:
+                    engine.check_integrity()
+                    unchecked = False
+                engine.watch()
             else:
                 self._deliver(engine.step())
 
