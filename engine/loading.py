@@ -109,9 +109,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     )
 
 
-def num_blocks_that_fit(
-    config: EngineConfig, devices: DeviceManager, device: DevicePlan, runner: ModelRunner
-) -> int:
+def num_blocks_that_fit(config: EngineConfig, devices: DeviceManager, device: DevicePlan, runner: ModelRunner) -> int:
     """Blocks of the KV pool that the memory holds, the weights being loaded; a number that was set is checked.
 
     Raises ValueError with the figures where there is no room.

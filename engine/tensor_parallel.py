@@ -15,6 +15,7 @@ in no known state, and RanksLost says so: it is to be rebuilt, and all that stoo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.util  # its handler at exit, which waits for children, must be registered before ours
@@ -163,10 +164,8 @@ class RankGroup:
     def end(self) -> None:
         """Let every rank end, and kill the one that does not. A second call is a no-op."""
         for channel in self._channels:
-            try:
+            with contextlib.suppress(OSError):  # dead already, or stuck: killed below
                 channel.send(None)
-            except OSError:  # dead already, or stuck: killed below
-                pass
         deadline = time.monotonic() + _LAST_WORDS
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -10,6 +10,7 @@ import warnings
 import pytest
 
 from engine import EngineConfig
+from models.config import ModelConfig
 
 
 def test_the_defaults_are_valid():
@@ -84,3 +85,28 @@ def test_reading_a_configuration_does_not_import_torch():
     code = "import sys, engine; engine.EngineConfig(); engine.SamplingParams(); print('torch' in sys.modules)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert asked.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "ranks", "why"),
+    [
+        (9, 3, 1536, 2, "9 query heads do not divide evenly by 2 (1, 3 would)"),
+        (12, 3, 1536, 2, "3 KV heads do not divide evenly by 2 (1, 3, 6, 12 would)"),
+        (12, 3, 1536, 4, "4 ranks do not divide evenly over its 3 KV heads (1, 3, 6, 12 would)"),
+        (8, 2, 100, 8, "intermediate size of 100 does not divide evenly by 8 (1, 2, 4 would)"),
+    ],
+)
+def test_a_model_that_does_not_split_is_refused_with_the_numbers_and_what_would_do(
+    heads: int, kv_heads: int, inner: int, ranks: int, why: str
+) -> None:
+    shape = ModelConfig("LlamaForCausalLM", 99, 64, inner, 1, heads, kv_heads, 8, 64)
+    with pytest.raises(ValueError) as caught:
+        shape.check_ranks(ranks)
+    assert f"tensor_parallel_size={ranks} does not fit" in str(caught.value) and why in str(caught.value)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "own"), [(16, 8, 2, 4), (16, 8, 16, 1), (4, 1, 2, 1)])
+def test_kv_heads_are_shared_out_or_held_alike_and_sized_so(heads: int, kv_heads: int, ranks: int, own: int) -> None:
+    shape = ModelConfig("LlamaForCausalLM", 99, 64, 1600, 3, heads, kv_heads, 8, 64)
+    shape.check_ranks(ranks)
+    assert shape.kv_bytes_per_token(2, ranks) == 2 * 3 * own * 8 * 2
