@@ -131,7 +131,7 @@ class RankGroup:
             try:
                 channel.send_bytes(data)
             except BlockingIOError:
-                raise RanksLost(f"rank {rank} has read nothing for {PATIENCE:.0f} s: it hangs") from None
+                raise RanksLost(f"rank {rank} has read nothing for {PATIENCE:.1f} s: it hangs") from None
             except OSError:
                 raise RanksLost(self._death(rank)) from None
 
@@ -318,7 +318,7 @@ def _work(plan: StepPlan) -> float:
 def _channel() -> tuple[Connection, Connection]:
     """Both ends of a socket pair. To a rank that does not read a write waits for PATIENCE, then fails."""
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6)))
     return Connection(ours.detach()), Connection(theirs.detach())
 
 

@@ -148,7 +148,7 @@ def test_a_rank_that_reads_nothing_is_lost_too(open_runner: Opened, monkeypatch:
     runner = after_two_steps(open_runner("echo"))
     os.kill(runner._group.processes[1].pid, signal.SIGSTOP)
     runner.forget(1)
-    with pytest.raises(RanksLost, match="rank 1 has read nothing for 1 s"):
+    with pytest.raises(RanksLost, match="rank 1 has read nothing for 1.0 s"):
         step(runner, a_plan(5_000_000))
 
 
