@@ -1,233 +1,37 @@
-"""Tensor parallelism from the engine's side: rank processes, their channels, their health.
+"""Tensor parallelism from the engine's side: TensorParallelRunner is to LLMEngine what a ModelRunner is.
 
-TensorParallelRunner is to LLMEngine what a ModelRunner is: it launches plans and collects tokens. Behind it every
-rank, 0 included, is a child process (see rank.py), so that one which dies or hangs takes nothing with it but itself.
-
-The command channel is a socket pair for each rank: nameless, without a port, gone with its holders, and carrying
-messages of any size. The ranks find each other through a file in a folder made for the group; so engines on one
-machine never meet.
-
-Health: each rank answers each step. A death is seen at once, a hang when the answer has not come within a time that
-grows with the step's work; loading and warming up have no limit, for they report progress. Either way the group is
-in no known state, and RanksLost says so: it is to be rebuilt, and all that stood in its KV pool computed again.
+Behind it every rank, 0 included, is a child process (rank.py; their group: rank_group.py), so that one which dies or
+hangs takes nothing with it but itself. A step that is not answered in a time that grows with its work has hung. Either
+way the group is in no known state, and RanksLost says so: it is to be rebuilt, and all that stood in its KV pool
+computed again.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
-import multiprocessing
-import multiprocessing.util  # its handler at exit, which waits for children, must be registered before ours
-import pickle
-import selectors
-import shutil
-import signal
-import socket
-import struct
 import sys
-import tempfile
 import time
-import weakref
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
 from engine.device import DevicePlan
 from engine.model_runner import StepHandle
 from engine.plan_deltas import PlanEncoder
-from engine.rank import RankSetup, main
+from engine.rank import RankSetup
+from engine.rank_group import Progress, RankGroup, RanksLost, in_words
 from engine.scheduler import StepPlan
 from models.config import ModelConfig
 
-logger = logging.getLogger("pageturn.engine")
+__all__ = ["RanksLost", "TensorParallelRunner"]
 
-Progress = Callable[[str, float], None]
+logger = logging.getLogger("pageturn.engine")
 
 # A step may take so many times what the warm-up took for the same number of tokens, and PATIENCE on top.
 _SLOWNESS = 20.0
 PATIENCE = 10.0  # seconds
 _PAIRS_PER_TOKEN = 1024  # attending to so many keys is reckoned as a token more
-_GRACE = 2.0  # seconds that the others have for their answers when one has failed
-_POLL = 0.2  # seconds between two reports of progress, which is also where a shutdown comes in
-_LAST_WORDS = 2.0  # seconds to end in an orderly way
-
-
-class RanksLost(RuntimeError):
-    """A rank has died, hangs, or has fallen out of step. No rank of the group, and no KV block, can be used again."""
-
-
-class _Awaited(NamedTuple):
-    """What the selector watches: a rank's channel, or its process."""
-
-    rank: int
-    is_channel: bool
-
-
-class RankGroup:
-    """The processes of one group and the channels to them. Starts them; load() waits until they are ready."""
-
-    def __init__(
-        self, config: EngineConfig, path: Path, model_config: ModelConfig, device: DevicePlan, limits: dict[str, int]
-    ) -> None:
-        self.size = config.tensor_parallel_size
-        self.folder = Path(tempfile.mkdtemp(prefix="pageturn-ranks-"))
-        self.processes: list[Any] = []
-        self._channels: list[Connection] = []
-        self._selector = selectors.DefaultSelector()
-        _groups.add(self)
-        spawn = multiprocessing.get_context("spawn")
-        try:
-            for rank in range(self.size):
-                setup = RankSetup(
-                    rank=rank,
-                    size=self.size,
-                    folder=self.folder,
-                    config=config,
-                    path=path,
-                    model_config=model_config,
-                    device=device.device.type,
-                    dtype=str(device.dtype).removeprefix("torch."),
-                    attention_backend=device.attention_backend,
-                    block_size=device.block_size,
-                    limits=limits,
-                )
-                ours, theirs = _channel()
-                process = spawn.Process(target=main, args=(setup, theirs), name=f"pageturn-rank-{rank}", daemon=True)
-                self._channels.append(ours)
-                _start_deaf(process)
-                theirs.close()
-                self.processes.append(process)
-                self._selector.register(ours, selectors.EVENT_READ, _Awaited(rank, True))
-                self._selector.register(process.sentinel, selectors.EVENT_READ, _Awaited(rank, False))
-        except BaseException:
-            self.kill()
-            raise
-
-    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, float]:
-        """Wait until every rank is ready -> (KV blocks, the slowest rank's seconds a token).
-
-        num_blocks: None for the smallest number that any rank can hold. Raises what kept a rank from loading
-        (ValueError for a model that cannot be served), RanksLost where one died of it; all are killed then.
-        """
-        try:
-            fitting = self._await_all("fits", progress)
-            if len(set(fitting)) > 1:
-                shown = ", ".join(f"{n:,}" for n in fitting)
-                logger.info("KV blocks that the ranks can hold: %s; the smallest number is used", shown)
-            num_blocks = min(fitting) if num_blocks is None else num_blocks
-            self.send(num_blocks)
-            return num_blocks, max(self._await_all("ready", progress))
-        except BaseException:
-            self.kill()
-            raise
-
-    def send(self, message: Any) -> None:
-        """To every rank; RanksLost where one is dead or does not read."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send_bytes(data)
-            except BlockingIOError:
-                raise RanksLost(f"rank {rank} has read nothing for {PATIENCE:.1f} s: it hangs") from None
-            except OSError:
-                raise RanksLost(self._death(rank)) from None
-
-    def answers(self, seconds: float) -> list[tuple]:
-        """One answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies.
-
-        Where a rank has failed, the others may wait for it in a collective for ever, and have two seconds.
-        """
-        got: dict[int, tuple] = {}
-        deadline = time.monotonic() + seconds
-        while len(got) < self.size:
-            answer = self._next(deadline - time.monotonic())
-            if answer is None:
-                failed = [a for a in got.values() if a[0] == "failed"]
-                if failed:
-                    raise RanksLost(f"a rank failed alone: {_in_words(failed[0][1])}") from failed[0][1]
-                missing = ", ".join(str(r) for r in range(self.size) if r not in got)
-                raise RanksLost(f"rank {missing} has not answered for {seconds:.1f} s: it hangs")
-            rank, message = answer
-            got[rank] = message
-            if message[0] == "failed":
-                deadline = min(deadline, time.monotonic() + _GRACE)
-        return [got[rank] for rank in range(self.size)]
-
-    def loss(self) -> RanksLost | None:
-        """Why the group cannot be used any more, as far as it shows without asking: a rank that is dead."""
-        dead = next((rank for rank, process in enumerate(self.processes) if process.exitcode is not None), None)
-        return None if dead is None else RanksLost(self._death(dead))
-
-    def end(self) -> None:
-        """Let every rank end, and kill the one that does not. A second call is a no-op."""
-        for channel in self._channels:
-            with contextlib.suppress(OSError):  # dead already, or stuck: killed below
-                channel.send(None)
-        deadline = time.monotonic() + _LAST_WORDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        self.kill()
-
-    def kill(self) -> None:
-        """End every rank now and leave nothing behind. A second call is a no-op."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-            process.close()
-        for channel in self._channels:
-            channel.close()
-        self.processes, self._channels = [], []
-        self._selector.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        _groups.discard(self)
-
-    # -- internals ------------------------------------------------------------------------------------
-
-    def _await_all(self, kind: str, progress: Progress) -> list[Any]:
-        """What every rank says under this name, however long it takes; rank 0's progress is passed on meanwhile."""
-        got: dict[int, Any] = {}
-        stage: tuple[str, float] = ("starting the ranks", 0.0)
-        while len(got) < self.size:
-            progress(*stage)
-            answer = self._next(_POLL)
-            if answer is None:
-                continue
-            rank, message = answer
-            if message[0] == "progress":
-                stage = message[1:]
-            elif message[0] == "failed":
-                raise message[1]
-            else:
-                assert message[0] == kind, f"rank {rank} says {message[0]} where {kind} is due"
-                got[rank] = message[1]
-        return [got[rank] for rank in range(self.size)]
-
-    def _next(self, seconds: float) -> tuple[int, tuple] | None:
-        """The next (rank, message), None where none comes in time; RanksLost when a rank dies."""
-        ready = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
-        for rank, is_channel in sorted(ready, key=lambda awaited: not awaited.is_channel):  # last words first
-            if is_channel:
-                try:
-                    return rank, self._channels[rank].recv()
-                except (EOFError, OSError):
-                    pass
-            raise RanksLost(self._death(rank))
-        return None
-
-    def _death(self, rank: int) -> str:
-        process = self.processes[rank]
-        process.join(1.0)  # its channel may have closed a moment before
-        code = process.exitcode
-        if code is None:
-            return f"rank {rank} has closed its channel"
-        if code >= 0:
-            return f"rank {rank} died with exit code {code}"
-        hint = "; the system does so where memory runs out" if -code == signal.SIGKILL else ""
-        return f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+_LONGEST_STEP = 3600.0  # seconds; no step is waited for longer, whatever the reckoning says
 
 
 class TensorParallelRunner:
@@ -249,7 +53,20 @@ class TensorParallelRunner:
         if sys.platform == "win32":
             raise ValueError("tensor_parallel_size above 1 needs Linux or macOS")
         self.patience = PATIENCE
-        self._start = lambda: RankGroup(config, path, model_config, device, limits)
+        setup = RankSetup(
+            rank=0,
+            size=config.tensor_parallel_size,
+            folder=Path(),
+            config=config,
+            path=path,
+            model_config=model_config,
+            device=device.device.type,
+            dtype=str(device.dtype).removeprefix("torch."),
+            attention_backend=device.attention_backend,
+            block_size=device.block_size,
+            limits=limits,
+        )
+        self._start = lambda: RankGroup(setup.size, lambda rank, folder: replace(setup, rank=rank, folder=folder))
         self._encoder = PlanEncoder()
         self._group = self._start()
         self.num_blocks, self._seconds_per_token = self._group.load(progress)
@@ -263,7 +80,8 @@ class TensorParallelRunner:
         if self._seconds_left is not None:
             # ^C came before its answers; they must not be taken for this step's.
             self._group.answers(self._seconds_left)
-        self._seconds_left = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
+        seconds = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
+        self._seconds_left = min(seconds, _LONGEST_STEP)
         self._sending = True
         self._group.send(self._encoder.encode(plan))
         self._sending = False
@@ -281,7 +99,7 @@ class TensorParallelRunner:
         if error is None:
             return answers[0][1]
         if len({num_calls for _, _, num_calls in answers}) > 1:
-            raise RanksLost(f"the ranks fell out of step: {_in_words(error)}") from error
+            raise RanksLost(f"the ranks fell out of step: {in_words(error)}") from error
         raise error
 
     def forget(self, request_id: int) -> None:
@@ -313,33 +131,3 @@ def _work(plan: StepPlan) -> float:
     """A step's work in tokens; attention over long contexts counts beside them."""
     pairs = sum(item.num_tokens * (item.start + item.num_tokens) for item in plan.items)
     return plan.num_tokens + pairs / _PAIRS_PER_TOKEN
-
-
-def _channel() -> tuple[Connection, Connection]:
-    """Both ends of a socket pair. To a rank that does not read a write waits for PATIENCE, then fails."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6)))
-    return Connection(ours.detach()), Connection(theirs.detach())
-
-
-def _start_deaf(process: Any) -> None:
-    """Start a process that a ^C in the terminal does not reach, not even before it can ignore it by itself."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-# Groups that nobody has ended when the interpreter does: it would wait for their processes.
-_groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()
-
-
-@atexit.register
-def _kill_all() -> None:
-    for group in list(_groups):
-        group.kill()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import standin_rank
-from engine import EngineConfig, SamplingParams, tensor_parallel
+from engine import EngineConfig, SamplingParams, rank_group
 from engine.model_runner import StepHandle
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, SequenceStatus
@@ -29,7 +29,8 @@ Opened = Callable[..., TensorParallelRunner]
 @pytest.fixture
 def open_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
     """open_runner(script): a TensorParallelRunner over two stand-in ranks."""
-    monkeypatch.setattr(tensor_parallel, "main", standin_rank.main)
+    monkeypatch.setattr(rank_group, "main", standin_rank.main)
+    monkeypatch.setattr(rank_group, "_LAST_WORDS", 0.2)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     opened = []
 
@@ -49,10 +50,10 @@ def open_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ope
     assert not list(tmp_path.glob("pageturn-ranks-*"))
 
 
-def a_plan(length: int = 1) -> StepPlan:
+def a_plan(length: int = 1, start: int = 0) -> StepPlan:
     seq = Sequence(1, [5] * length, SamplingParams(), seed=0, max_tokens=9, stop_ids=frozenset())
     seq.status, seq.block_table = SequenceStatus.RUNNING, [0]
-    return StepPlan([ScheduledSequence(seq, 0, length, True)], 0, length)
+    return StepPlan([ScheduledSequence(seq, start, length - start, True)], 0, length - start)
 
 
 def step(runner: TensorParallelRunner, plan: StepPlan | None = None) -> list[int]:
@@ -82,8 +83,7 @@ def test_a_rebuilt_group_keeps_the_block_count(open_runner: Opened) -> None:
 def test_a_message_of_any_size_passes(open_runner: Opened) -> None:
     runner = after_two_steps(open_runner("echo"))
     runner.forget(1)
-    plan = a_plan(5_000_000)
-    assert step(runner, plan)[1] == 5_000_000
+    assert step(runner, a_plan(5_000_000, start=4_999_999))[1] == 5_000_000
 
 
 def test_what_keeps_a_rank_from_loading_is_raised_as_it_is(open_runner: Opened) -> None:
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_while_loading_is_noticed_at_once(open_runner: Opened) 
 
 
 def test_a_slow_load_reports_its_progress_and_is_no_hang(open_runner: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "PATIENCE", 0.1)
+    monkeypatch.setattr("engine.tensor_parallel.PATIENCE", 1.0)
     seen: list[tuple[str, float]] = []
     after_two_steps(open_runner("slow to load", lambda stage, percent: seen.append((stage, percent))))
     assert seen.count(("loading weights", 50.0)) > 4, "nothing is heard while a rank loads"
@@ -144,12 +144,12 @@ def test_a_rank_that_hangs_is_lost_after_a_time_that_grows_with_the_work(open_ru
 
 
 def test_a_rank_that_reads_nothing_is_lost_too(open_runner: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "PATIENCE", 1.0)
+    monkeypatch.setattr(rank_group, "WRITE_PATIENCE", 1.0)
     runner = after_two_steps(open_runner("echo"))
     os.kill(runner._group.processes[1].pid, signal.SIGSTOP)
     runner.forget(1)
-    with pytest.raises(RanksLost, match="rank 1 has read nothing for 1.0 s"):
-        step(runner, a_plan(5_000_000))
+    with pytest.raises(RanksLost, match=r"rank 1 has read nothing for 1\.0 s"):
+        step(runner, a_plan(5_000_000, start=4_999_999))
 
 
 def test_an_exception_that_all_ranks_meet_is_raised_and_the_group_goes_on(open_runner: Opened) -> None:
@@ -196,24 +196,26 @@ def test_a_command_that_was_interrupted_half_way_loses_the_group(
 
 
 PARENT = """
-import signal, sys, time
+import sys, time
 from pathlib import Path
-from types import SimpleNamespace
 import standin_rank
-from engine import EngineConfig, tensor_parallel
+from engine import EngineConfig, rank_group
+from engine.rank import RankSetup
 from models.config import ModelConfig
 
-def serve():
-    tensor_parallel.main = standin_rank.main
-    device = SimpleNamespace(device=SimpleNamespace(type="cpu"), dtype="x", attention_backend="sdpa", block_size=16)
-    config = EngineConfig(tensor_parallel_size=2)
+def setup(rank, folder):
     shape = ModelConfig("Stand-in", 97, 1, 1, 1, 2, 2, 1, 64)
-    runner = tensor_parallel.TensorParallelRunner(
-        config, Path("hangs"), shape, device, limits={}, progress=lambda stage, percent: None)
+    config = EngineConfig(tensor_parallel_size=2)
+    return RankSetup(rank, 2, folder, config, Path("hangs"), shape, "cpu", "float32", "sdpa", 16, {})
+
+def serve():
+    rank_group.main = standin_rank.main
+    group = rank_group.RankGroup(2, setup)
+    group.load(lambda stage, percent: None)
     print("ready", flush=True)
     how = sys.stdin.readline().strip()
     if how == "exit without a word":
-        return runner
+        return group
     if how == "raise":
         raise RuntimeError("the parent's own fault")
     time.sleep(60)

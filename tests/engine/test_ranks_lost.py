@@ -35,11 +35,11 @@ def test_no_token_is_lost_doubled_or_changed_when_the_ranks_are(seed: int, in_co
     """Mid-prefill, mid-decode, with cached prefixes that are gone too, and with some preempted already."""
     rng = random.Random(seed)
     losses = sorted(rng.sample(range(0, 60, 2), 8))
-    engine, runner = wired_engine(12, 4, losses, in_collect, max_num_batched_tokens=rng.randrange(6, 20))
+    engine, runner = wired_engine(12, 4, losses, in_collect, max_num_batched_tokens=rng.randrange(8, 20))
     prompts = [[1, 2, 3, 4, 5] * rng.randrange(1, 4) + [rng.randrange(90)] for _ in range(10)]
     expected = [expected_output(p, 12, 64) for p in prompts]
     assert run(engine, prompts, 12) == expected
-    assert runner.num_rebuilt == len([n for n in losses if n < len(runner.sizes)]) > 2
+    assert runner.num_rebuilt == len([n for n in losses if n < len(runner.sizes)]) > 1
     assert run(engine, prompts, 12) == expected  # what is cached by now is right, too
 
 
