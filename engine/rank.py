@@ -119,7 +119,7 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
     plan = DevicePlan(device, getattr(torch, setup.dtype), setup.attention_backend, setup.block_size, ())
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        store=dist.FileStore(str(setup.folder / "rendezvous"), setup.size),
+        init_method=(setup.folder / "rendezvous").as_uri(),
         rank=setup.rank,
         world_size=setup.size,
         device_id=device if on_cuda else None,

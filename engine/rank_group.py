@@ -91,9 +91,9 @@ class RankGroup:
             if len(set(fitting)) > 1:
                 shown = ", ".join(f"{n:,}" for n in fitting)
                 logger.info("KV blocks that the ranks can hold: %s; the smallest number is used", shown)
-            num_blocks = min(fitting) if num_blocks is None else num_blocks
-            self.send(num_blocks)
-            return num_blocks, max(self._await_all("ready", progress))
+            chosen = min(fitting) if num_blocks is None else num_blocks
+            self.send(chosen)
+            return chosen, max(self._await_all("ready", progress))
         except BaseException:
             self.kill()
             raise
