@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
+from engine import EngineConfig
+from engine.engine_thread import EngineThread
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel import RanksLost
@@ -68,3 +71,19 @@ def test_a_later_loss_is_met_again() -> None:
     engine, runner = wired_engine(32, 4, losses=(2, 4))
     assert run(engine, [[1, 2, 3]], 9) == [expected_output([1, 2, 3], 9, 64)]
     assert runner.num_rebuilt == 2
+
+
+def test_a_server_with_nothing_to_do_replaces_dead_ranks_within_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = wired_engine(32, 4)
+    monkeypatch.setattr("engine.llm_engine.LLMEngine", lambda config, progress: engine)
+    thread = EngineThread(EngineConfig())
+    thread.start()
+    assert thread.wait_until_settled(5)
+    time.sleep(0.1)
+    runner.loss = lambda: RanksLost("rank 1 died") if not runner.num_rebuilt else None  # type: ignore[method-assign]
+    died = time.monotonic()
+    while not runner.num_rebuilt:
+        assert time.monotonic() - died < 2
+        time.sleep(0.01)
+    assert thread.status().ready
+    thread.shutdown()

@@ -39,8 +39,8 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(weights, path)
 
 
-def load(folder: Path) -> torch.nn.Module:
-    return load_model(folder, read_config(folder))
+def load(folder: Path, **place: int) -> torch.nn.Module:
+    return load_model(folder, read_config(folder), **place)
 
 
 def test_missing_and_left_over_weights_stop_the_load_with_their_names(folder: Path) -> None:
@@ -267,10 +267,11 @@ def test_a_gguf_holds_the_same_model_as_its_folder(
     folder = make_tiny_model(kind, seed=11, tie_word_embeddings=not untied)
     path = tmp_path / "m.gguf"
     path.write_bytes(folder_to_gguf(folder, kind, permute))
-    from_gguf, from_folder = load(path).state_dict(), load(folder).state_dict()
-    assert from_gguf.keys() == from_folder.keys()
-    for name, weight in from_folder.items():
-        assert torch.equal(from_gguf[name], weight), name
+    for place in ({}, {"tp_rank": 0, "tp_size": 2}, {"tp_rank": 1, "tp_size": 2}):  # whole, and a rank's share
+        from_gguf, from_folder = (load(source, **place).state_dict() for source in (path, folder))
+        assert from_gguf.keys() == from_folder.keys()
+        for name, weight in from_folder.items():
+            assert torch.equal(from_gguf[name], weight), name
 
 
 def test_rope_factors_in_a_gguf_become_part_of_the_configuration(
