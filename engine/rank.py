@@ -7,7 +7,7 @@ It is told everything over one channel, a socket pair made for it alone, and ans
                                         next is how many it is to allocate
     ("ready", seconds a token)          warmed up, and how fast it then was
     ("done", token ids, calls)          for every step; ids on rank 0 only. calls counts the collectives so far.
-    ("failed", exception, calls)        instead of any of these
+    ("failed", exception, calls)        instead of any of these; calls is None where the process is of no more use
 
 It ends when it is told None, or when the parent's end of the channel closes: then at once, whatever it is doing, so
 that no death of the parent leaves a rank behind. ^C and SIGTERM often reach the whole process group; they are the
@@ -62,15 +62,15 @@ def main(setup: RankSetup, channel: Connection) -> None:
     """The process's main function."""
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
     _prepare_environment(setup)
     try:
         runner = _load(setup, channel)
         _serve(runner, channel)
-    except (EOFError, BrokenPipeError):  # the parent is gone
-        pass
+    except (EOFError, ConnectionError):  # the parent is gone, and this thread has seen it first
+        end_as_an_orphan(setup.folder)
     except Exception as error:
-        channel.send(("failed", _portable(error), -1))
+        channel.send(("failed", _portable(error), None))
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -79,11 +79,16 @@ def main(setup: RankSetup, channel: Connection) -> None:
     os._exit(0)  # nothing is left to tear down, and taking down an interpreter with torch in it lasts
 
 
-def _end_with_parent(fd: int, folder: Path) -> None:
+def end_with_parent(fd: int, folder: Path) -> None:
     """Wait until the other end of the channel is closed, by whatever death; then end, in the midst of anything."""
     hung_up = select.poll()
     hung_up.register(fd, 0)  # no event but the hang-up, which is always reported
     hung_up.poll()
+    end_as_an_orphan(folder)
+
+
+def end_as_an_orphan(folder: Path) -> None:
+    """Leave nothing behind that the parent would have removed, and end."""
     shutil.rmtree(folder, ignore_errors=True)  # all ranks try
     os._exit(1)
 
@@ -171,10 +176,23 @@ def _serve(runner: ModelRunner, channel: Connection) -> None:
         try:
             token_ids = runner.collect(runner.launch(plan))
         except Exception as error:
-            answer = ("failed", _portable(error), sum(c.num_calls for c in collectives))
+            calls = sum(c.num_calls for c in collectives) if _is_usable(runner.device) else None
+            answer = ("failed", _portable(error), calls)
         else:
             answer = ("done", token_ids, sum(c.num_calls for c in collectives))
         channel.send(answer)
+
+
+def _is_usable(plan: DevicePlan) -> bool:
+    """Whether the device still computes: after some CUDA errors nothing in the process works any more."""
+    import torch
+
+    if plan.device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
 
 
 def _portable(error: Exception) -> Exception:

@@ -61,6 +61,7 @@ class RankGroup:
         self.folder = Path(tempfile.mkdtemp(prefix="pageturn-ranks-"))
         self.processes: list[Any] = []
         self._channels: list[Connection] = []
+        self._answered: dict[int, tuple] = {}
         self._selector = selectors.DefaultSelector()
         _groups.add(self)
         spawn = multiprocessing.get_context("spawn")
@@ -114,7 +115,7 @@ class RankGroup:
 
         Where a rank has failed, the others may wait for it in a collective for ever, and have two seconds.
         """
-        got: dict[int, tuple] = {}
+        got = self._answered  # kept where ^C comes in between
         deadline = time.monotonic() + seconds
         while len(got) < self.size:
             answer = self._next(deadline - time.monotonic())
@@ -128,6 +129,7 @@ class RankGroup:
             got[rank] = message
             if message[0] == "failed":
                 deadline = min(deadline, time.monotonic() + _GRACE)
+        self._answered = {}
         return [got[rank] for rank in range(self.size)]
 
     def loss(self) -> RanksLost | None:

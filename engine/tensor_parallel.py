@@ -98,8 +98,9 @@ class TensorParallelRunner:
         error = next((answer[1] for answer in answers if answer[0] == "failed"), None)
         if error is None:
             return answers[0][1]
-        if len({num_calls for _, _, num_calls in answers}) > 1:
-            raise RanksLost(f"the ranks fell out of step: {in_words(error)}") from error
+        counts = {num_calls for _, _, num_calls in answers}
+        if len(counts) > 1 or None in counts:
+            raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error
         raise error
 
     def forget(self, request_id: int) -> None:

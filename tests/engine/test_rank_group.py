@@ -159,7 +159,7 @@ def test_an_exception_that_all_ranks_meet_is_raised_and_the_group_goes_on(open_r
     assert step(runner) == [1]
 
 
-@pytest.mark.parametrize("script", ["one fails", "out of step"])
+@pytest.mark.parametrize("script", ["one fails", "out of step", "spoiled"])
 def test_an_exception_that_leaves_the_ranks_apart_loses_the_group_with_its_cause(
     script: str, open_runner: Opened
 ) -> None:
@@ -173,6 +173,26 @@ def test_answers_that_an_interrupt_left_behind_are_not_taken_for_the_next_steps(
     runner = open_runner("echo")
     handle = runner.launch(a_plan())
     assert isinstance(handle, StepHandle)  # and ^C comes before collect()
+    assert step(runner) == [2]
+
+
+def test_an_interrupt_between_the_answers_of_two_ranks_loses_neither(
+    open_runner: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner("echo")
+    take, taken = runner._group._next, []
+
+    def interrupted(seconds: float) -> object:
+        if taken:
+            raise KeyboardInterrupt
+        taken.append(take(seconds))
+        return taken[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._group, "_next", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(runner)
+    assert taken[0] is not None
     assert step(runner) == [2]
 
 

@@ -5,22 +5,29 @@ Its first two answers to a step are ids [1], [2], then what the script says. Lig
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from multiprocessing.connection import Connection
 
-from engine.rank import RankSetup, _end_with_parent
+from engine.rank import RankSetup, end_as_an_orphan, end_with_parent
 
 
 def main(setup: RankSetup, channel: Connection) -> None:
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        play(setup, channel)
+    end_as_an_orphan(setup.folder)
+
+
+def play(setup: RankSetup, channel: Connection) -> None:
     script, last = setup.path.name, setup.rank == setup.size - 1
     if script == "cannot load" and last:
-        channel.send(("failed", ValueError("weights are missing"), -1))
+        channel.send(("failed", ValueError("weights are missing"), None))
         time.sleep(60)
     if script == "dies loading" and last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,6 +45,8 @@ def main(setup: RankSetup, channel: Connection) -> None:
         elif script == "all fail":
             channel.send(("failed", ZeroDivisionError("in the model"), answered))
             answered = 0
+        elif script == "spoiled":
+            channel.send(("failed", ZeroDivisionError("in the model"), None))
         elif script == "out of step":
             channel.send(("failed", ZeroDivisionError("in the model"), answered + setup.rank))
         elif script == "one fails" and setup.rank == 0:
