@@ -266,7 +266,7 @@ class LLMEngine:
         """The ranks are gone, and with them what stood in the pool: replace them, and compute every request again."""
         assert self.ranks is not None
         self.scheduler.preempt_all()
-        self.blocks.clear_cache()
+        self.blocks.clear_cache(pinned_too=True)
         self.ranks.rebuild(loss, self._progress)
 
     def _note_first_schedule(self, plan: StepPlan, now: float) -> None:

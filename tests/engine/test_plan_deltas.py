@@ -67,3 +67,25 @@ def test_a_preempted_request_that_comes_back_in_the_same_step_has_its_new_blocks
         plan, _ = decoder.decode(encoder.encode(StepPlan([ScheduledSequence(seq, 2, 1, True)], 1, 1)))
         assert plan.items[0].seq.block_table == table
         seq.token_ids.append(9)
+
+
+def test_requests_that_gave_way_keep_no_row_from_those_that_run() -> None:
+    """More are known to a rank than may run in a step: background requests that are paused, with their blocks."""
+    from engine.plan_deltas import PlanDecoder, PlanEncoder
+    from engine.scheduler import ScheduledSequence, StepPlan
+    from engine.sequence import Sequence, SequenceStatus
+
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    known: dict[int, Sequence] = {}
+    for planned in ([1, 2], [3, 4], [2, 3]):
+        for request_id in planned:
+            if request_id not in known:
+                seq = Sequence(request_id, [5, 6], SamplingParams(), seed=0, max_tokens=9, stop_ids=frozenset())
+                seq.block_table = [request_id]
+                known[request_id] = seq
+        items = [ScheduledSequence(known[request_id], 0, 2, True) for request_id in planned]
+        plan, ended = decoder.decode(encoder.encode(StepPlan(items, 0, 4)))
+        assert not ended
+        running = [seq.request_id for seq in decoder._sequences.values() if seq.status is SequenceStatus.RUNNING]
+        assert sorted(running) == planned == [item.seq.request_id for item in plan.items]
+        assert [item.seq.block_table for item in plan.items] == [[request_id] for request_id in planned]

@@ -58,6 +58,25 @@ def test_what_was_cached_before_the_loss_is_not_found_after_it() -> None:
     assert run(engine, [prompt], 4) == [expected_output(prompt, 4, 64)]
 
 
+def test_a_pinned_conversation_loses_its_blocks_too_and_is_pinned_again_in_what_it_writes() -> None:
+    engine, runner = wired_engine(32, 4)
+    prompt = list(range(20))
+    engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), owner=7)
+    while not engine.is_finished():
+        engine.step()
+    assert engine.pin(7) == 5
+    runner.loss = lambda: RanksLost("rank 1 died") if not runner.num_rebuilt else None  # type: ignore[method-assign]
+    engine.watch()
+    engine.check_integrity()
+    assert engine.blocks.num_free == 32 and not engine.blocks.pins.num_blocks
+    engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), owner=7)
+    got = []
+    while not engine.is_finished():
+        got += [token for output in engine.step() for token in output.new_token_ids]
+    assert got[:1] == expected_output(prompt, 1, 64)
+    assert engine.blocks.pins.num_blocks == 5
+
+
 def test_a_second_loss_with_no_step_between_gives_up_with_the_cause() -> None:
     engine, runner = wired_engine(32, 4, losses=(2, 3))
     engine.add_request(list(range(9)), SamplingParams(max_tokens=9))
