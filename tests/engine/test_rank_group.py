@@ -131,16 +131,17 @@ def test_a_dead_rank_is_noticed_at_once_in_a_step_and_between_steps(open_runner:
     after_two_steps(runner)
 
 
-def test_a_rank_that_hangs_is_lost_after_a_time_that_grows_with_the_work(open_runner: Opened) -> None:
-    for length, low, high in ((1, 0.3, 1.5), (64, 1.5, 4.0)):
-        runner = open_runner("hangs")
-        runner.patience = 0.3
-        after_two_steps(runner)
-        runner.forget(1)
-        started = time.monotonic()
-        with pytest.raises(RanksLost, match=r"rank 0, 1 has not answered for .* it hangs"):
-            step(runner, a_plan(length))
-        assert low < time.monotonic() - started < high
+@pytest.mark.parametrize(("length", "seconds"), [(1, 0.3), (64, 1.7)])
+def test_a_rank_that_hangs_is_lost_after_a_time_that_grows_with_the_work(
+    length: int, seconds: float, open_runner: Opened
+) -> None:
+    runner = after_two_steps(open_runner("hangs"))
+    runner.patience = 0.3
+    runner.forget(1)
+    started = time.monotonic()
+    with pytest.raises(RanksLost, match=rf"rank 0, 1 has not answered for {seconds} s: it hangs"):
+        step(runner, a_plan(length))
+    assert time.monotonic() - started > seconds - 0.1
 
 
 def test_a_rank_that_reads_nothing_is_lost_too(open_runner: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_two_engines_work_at_the_same_time(pairs: dict[str, Pair]) -> None:
         assert_greedy(pair.reference, prompts, [replies[request_id] for request_id in sorted(replies)])
 
 
-@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 6.0)])
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 8.0)])
 def test_a_rank_lost_in_mid_generation_is_noticed_and_no_token_changes(
     pairs: dict[str, Pair], how: signal.Signals, within: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_rank_lost_in_mid_generation_is_noticed_and_no_token_changes(
     pair = pairs["llama"]
     llm, ranks = pair.two, pair.two.engine.ranks
     assert ranks is not None
-    monkeypatch.setattr(ranks, "patience", 1.0)
+    monkeypatch.setattr(ranks, "patience", 2.5)  # and no false alarm on a busy machine
     prompts = random_prompts(7)
     order = [llm.add_request(p, s) for p, s in zip(prompts, SAMPLED * 2, strict=True)]
     outputs = {o.request_id: o for _ in range(8) for o in llm.step()}
