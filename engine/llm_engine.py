@@ -66,7 +66,9 @@ class LLMEngine:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def validate(self, prompt_ids: list[int], params: SamplingParams, priority: int = RequestPriority.NORMAL) -> None:
+    def validate(
+        self, prompt_ids: list[int], params: SamplingParams, priority: int = RequestPriority.NORMAL
+    ) -> None:
         """Raise ValueError for an empty prompt, an id outside the vocabulary, text stops without a tokenizer, or
         a priority that is none."""
         if priority not in tuple(RequestPriority):
