@@ -81,7 +81,7 @@ def _interrupt(sig: int, frame: FrameType | None) -> None:
 
 def _run(settings: Settings, restart: Restart | None) -> int:
     _check_device(settings.device)
-    _check_model(settings.model, settings.max_model_len)
+    _check_model(settings.model, settings.max_model_len, settings.tensor_parallel_size)
     listener = restart.listener if restart else bind(settings.host, settings.port)
     store = _open_store(settings)
     try:
@@ -274,8 +274,8 @@ def _check_device(device: str) -> None:
         raise CannotStart("--device cuda: this machine has no GPU driver loaded; use --device cpu or auto")
 
 
-def _check_model(model: str, max_model_len: int | None) -> None:
-    from models.catalog import check_local
+def _check_model(model: str, max_model_len: int | None, num_ranks: int) -> None:
+    from models.catalog import check_local, stored_config
 
     try:
         config = check_local(model)
@@ -284,6 +284,13 @@ def _check_model(model: str, max_model_len: int | None) -> None:
             raise CannotStart(f"--max-model-len {max_model_len} is above the model's own limit of {limit} tokens")
     except (ValueError, OSError) as error:
         raise CannotStart(f"--model: {_one_line(error)}") from None
+    if num_ranks == 1:
+        return
+    try:
+        if (config := config or stored_config(model)) is not None:
+            config.check_ranks(num_ranks)
+    except ValueError as error:
+        raise CannotStart(with_flags(str(error))) from None
 
 
 def _open_store(settings: Settings) -> Any:

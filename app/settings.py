@@ -143,7 +143,9 @@ class Settings:
     )
     device: str = _setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str = _setting("auto", "Type of weights, activations and KV cache.", choices=DTYPES)
-    tensor_parallel_size: int = _setting(1, "Devices to split the model over.", parse=_integer, metavar="N")
+    tensor_parallel_size: int = _setting(
+        1, "Cards to split the model over; on a CPU, processes.", parse=_integer, metavar="N"
+    )
     max_model_len: int | None = _setting(
         None, "Tokens of prompt and reply together.", parse=_integer, metavar="N", shown_default="the model's own limit"
     )

@@ -274,15 +274,20 @@ class BlockManager:
             self._forget(block)
         self._doubtful.update(seq.block_table)
 
-    def clear_cache(self) -> int:
-        """Forget every cached block that is not pinned; returns how many."""
-        count = len(self._cached)
-        for block in list(self._cached):
-            del self._cached[block]
+    def clear_cache(self, *, pinned_too: bool = False) -> int:
+        """Forget every cached block that is not pinned; returns how many.
+
+        pinned_too: all of them, where the memory behind the pool is lost. A pinned conversation then stays pinned in
+        what it writes from now on.
+        """
+        blocks = [*self._cached, *self._kept] if pinned_too else list(self._cached)
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._kept.discard(block)
             self._forget(block)
             self._state[block] = FREE
             self._empty[block] = None
-        return count
+        return len(blocks)
 
     # -- pins -----------------------------------------------------------------------------------------
 

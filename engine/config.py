@@ -17,6 +17,7 @@ ATTENTION_BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
 MAX_NUM_SEQS = 4096
 MAX_STEP_TOKENS = 1 << 20
 MAX_BLOCK_SIZE = 4096
+MAX_RANKS = 64
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class EngineConfig:
 
     model                   "default", a folder (config.json + safetensors), a .gguf file, or a hub id
     device, dtype           "auto" lets DeviceManager choose and log why
+    tensor_parallel_size    ranks that the model is split over, each a process: a CUDA card each, or a share of the
+                            CPU's cores. A program that asks for more than one guards its __main__.
     max_num_seqs            sequences that may run in one step
     max_num_batched_tokens  tokens (decodes + prefill chunks) of one step; None: 8192 on CUDA, on a CPU up to 1024,
                             fewer where a step would take longer than about 0.3 s
@@ -60,7 +63,7 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         _at_least("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         if self.max_num_batched_tokens is not None:
             _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_STEP_TOKENS)
@@ -80,7 +83,6 @@ class EngineConfig:
         if self.seed is not None:
             _at_least("seed", self.seed, 0)
         for name, value, available in (
-            ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
             ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
             ("quantization", self.quantization, ("auto", "none")),
             ("attention_backend", self.attention_backend, ("auto", "sdpa")),

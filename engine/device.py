@@ -35,20 +35,23 @@ class DevicePlan:
 
 
 class Probe:
-    """What this machine has. Memory figures are in bytes."""
+    """What this machine has. Memory figures are in bytes. card: the index of the CUDA card that is asked about."""
+
+    def __init__(self, card: int = 0) -> None:
+        self.card = card
 
     def num_cuda_devices(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def cuda_name(self) -> str:
-        return torch.cuda.get_device_name(0)
+        return torch.cuda.get_device_name(self.card)
 
     def cuda_capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(0)
+        return torch.cuda.get_device_capability(self.card)
 
     def cuda_memory(self) -> tuple[int, int]:
         """(free, total) of the card, other processes' use counted."""
-        return torch.cuda.mem_get_info(0)
+        return torch.cuda.mem_get_info(self.card)
 
     def why_no_cuda(self) -> str:
         if torch.version.cuda is None and torch.version.hip is None:
@@ -106,8 +109,8 @@ class DeviceManager:
         """Bytes that the KV pool may take now, the weights being loaded; logged with its reason.
 
         reserved: bytes that activations will need beyond what is in use now. CPU: the smaller of 2 GiB and a
-        quarter of the memory free to this process. CUDA: gpu_memory_utilization of the card less what is in
-        use. Raises ValueError where nothing is left.
+        quarter of the memory free to this process, of which each rank takes its share. CUDA: gpu_memory_utilization
+        of the card less what is in use. Raises ValueError where nothing is left.
         """
         if plan.device.type == "cuda":
             free, total = self._probe.cuda_memory()
@@ -118,8 +121,8 @@ class DeviceManager:
         else:
             room = self._probe.host_memory()
             quarter = (room.free - reserved) // 4
-            budget = min(_CPU_POOL_LIMIT, quarter)
-            bound = "limit on a CPU" if budget == _CPU_POOL_LIMIT else f"a quarter of {_gib(room.free)} ({room.limit})"
+            budget = min(_CPU_POOL_LIMIT, quarter) // self._config.tensor_parallel_size
+            bound = "limit on a CPU" if quarter >= _CPU_POOL_LIMIT else f"a quarter of {_gib(room.free)} ({room.limit})"
             reason = f"{bound}; set num_kvcache_blocks for more"
             advice = "free memory, raise the limit or set num_kvcache_blocks"
         if budget <= 0:
@@ -128,19 +131,28 @@ class DeviceManager:
         return budget
 
     def free_bytes(self, plan: DevicePlan) -> int:
-        """Bytes of memory that are free now where the KV pool goes."""
-        return self._probe.cuda_memory()[0] if plan.device.type == "cuda" else self._probe.host_memory().free
+        """Bytes of memory that are free now where the KV pool goes; on a CPU, this rank's share of them."""
+        if plan.device.type == "cuda":
+            return self._probe.cuda_memory()[0]
+        return self._probe.host_memory().free // self._config.tensor_parallel_size
 
     def _device(self) -> torch.device:
         asked, cards = self._config.device, self._probe.num_cuda_devices()
         if asked == "cuda" and not cards:
             reason = self._probe.why_no_cuda()
             raise ValueError(f"device='cuda' was asked for, but {reason}; use device='cpu' or 'auto'")
+        ranks = self._config.tensor_parallel_size
+        if asked != "cpu" and 0 < cards < ranks:
+            raise ValueError(
+                f"tensor_parallel_size={ranks} needs {ranks} CUDA cards, this machine has {cards}; "
+                f"use at most {cards}, or device='cpu'"
+            )
         if asked == "cpu":
             self._because("device: cpu (asked for)")
         elif cards:
             why = "asked for" if asked == "cuda" else "auto: a CUDA card is there"
-            self._because(f"device: cuda:0, {self._probe.cuda_name()} ({why})")
+            which = "cuda:0" if ranks == 1 else f"cuda:0 to cuda:{ranks - 1}"
+            self._because(f"device: {which}, {self._probe.cuda_name()} ({why})")
             return torch.device("cuda", 0)
         else:
             self._because(f"device: cpu (auto: {self._probe.why_no_cuda()})")

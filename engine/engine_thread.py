@@ -299,7 +299,8 @@ class EngineThread:
             idle = engine.is_finished()
             if idle:
                 watchdog.rest()
-            command = self._next_command(idle, _IDLE_CHECK_SECONDS if unchecked else None)
+            restless = unchecked or engine.ranks is not None
+            command = self._next_command(idle, _IDLE_CHECK_SECONDS if restless else None)
             if self._stopping or self._error is not None:
                 return
             if command is not None:
@@ -308,8 +309,10 @@ class EngineThread:
                 unchecked = True
             elif idle:
                 # Drained and quiet: the books must balance now, or nothing after this can be trusted.
-                engine.check_integrity()
-                unchecked = False
+                if unchecked:
+                    engine.check_integrity()
+                    unchecked = False
+                engine.watch()
             else:
                 self._deliver(engine.step())
 

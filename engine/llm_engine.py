@@ -20,6 +20,7 @@ from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 from engine.step_budget import StepBudget
+from engine.tensor_parallel import RanksLost
 
 
 class LLMEngine:
@@ -32,7 +33,8 @@ class LLMEngine:
     def __init__(
         self, config: EngineConfig, progress: Progress | None = None, *, parts: EngineParts | None = None
     ) -> None:
-        parts = parts or load_parts(config, progress or (lambda stage, percent: None))
+        self._progress = progress or (lambda stage, percent: None)
+        parts = parts or load_parts(config, self._progress)
         self.config = config
         self.model_name = parts.model_name
         self.model_config = parts.model_config
@@ -40,6 +42,8 @@ class LLMEngine:
         self.device = parts.device
         self.runner = parts.runner
         self.executor = StepExecutor(parts.runner)
+        self.ranks = parts.ranks
+        self._ranks_just_lost = False
         self.num_parameters = parts.num_parameters
         self.max_model_len = parts.max_model_len
         self.events = EventLog()
@@ -205,11 +209,20 @@ class LLMEngine:
             self.blocks.doubtful_in_use.clear()
         try:
             outcome = self.executor.run(plan)
+        except RanksLost as loss:
+            self.scheduler.revert(plan.items)
+            self._pending = outputs + self._pending
+            if self._ranks_just_lost:
+                raise  # twice, and no step done in between: the cause lies in what is computed
+            self._ranks_just_lost = True
+            self._start_over(loss)
+            return []
         except BaseException:
             # Ctrl-C lands here: the same tokens are planned again, and what ended meanwhile is still to be told.
             self.scheduler.revert(plan.items)
             self._pending = outputs + self._pending
             raise
+        self._ranks_just_lost = False
         self.scheduler.revert(outcome.postponed)
         for seq, cause in outcome.failed:
             self._finish(seq, "error", cause, outputs)
@@ -225,6 +238,12 @@ class LLMEngine:
             self._budget.record(prefill, decodes, seconds)
             self.scheduler.token_budget = self._budget.tokens
         return outputs
+
+    def watch(self) -> None:
+        """To be called now and then while there is nothing to do: ranks that have died are replaced before a request
+        waits for them."""
+        if self.ranks is not None and (loss := self.ranks.loss()) is not None:
+            self._start_over(loss)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the block bookkeeping balances."""
@@ -252,6 +271,13 @@ class LLMEngine:
                 f"({self.blocks.num_blocks} blocks of {self.blocks.block_size})"
             )
         return None
+
+    def _start_over(self, loss: RanksLost) -> None:
+        """The ranks are gone, and with them what stood in the pool: replace them, and compute every request again."""
+        assert self.ranks is not None
+        self.scheduler.preempt_all()
+        self.blocks.clear_cache(pinned_too=True)
+        self.ranks.rebuild(loss, self._progress)
 
     def _note_first_schedule(self, plan: StepPlan, now: float) -> None:
         for item in plan.items:

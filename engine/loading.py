@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from engine.config import EngineConfig
 from engine.device import DeviceManager, DevicePlan
 from engine.model_runner import ModelRunner, StepHandle
 from engine.scheduler import StepPlan
+from engine.tensor_parallel import TensorParallelRunner
 from models import catalog
 from models.config import ModelConfig
-from models.loader import load_tokenizer, read_config
+from models.loader import count_parameters, load_tokenizer, read_config
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
@@ -27,7 +30,7 @@ Progress = Callable[[str, float], None]
 
 
 class Runner(Protocol):
-    """What LLMEngine asks of a ModelRunner."""
+    """What LLMEngine asks of a ModelRunner. One that runs on ranks may raise RanksLost from launch and collect."""
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
     def collect(self, handle: StepHandle) -> list[int]: ...
@@ -40,7 +43,8 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class EngineParts:
-    """A loaded model, ready to step. adaptive_budget: the engine may lower the tokens of a step to keep it short."""
+    """A loaded model, ready to step. adaptive_budget: the engine may lower the tokens of a step to keep it short.
+    ranks: the runner once more, where it runs on several ranks and may lose them."""
 
     model_name: str
     model_config: ModelConfig
@@ -52,6 +56,7 @@ class EngineParts:
     max_model_len: int
     max_num_batched_tokens: int
     adaptive_budget: bool = False
+    ranks: TensorParallelRunner | None = None
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
@@ -63,6 +68,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     progress("reading the model's header", 0.0)
     model_config = read_config(path)
     max_model_len = _max_model_len(config, model_config)
+    model_config.check_ranks(config.tensor_parallel_size)
     tokenizer = load_tokenizer(path)
     devices = DeviceManager(config)
     device = devices.resolve()
@@ -70,34 +76,20 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     step_tokens = config.max_num_batched_tokens
     if step_tokens is None:
         step_tokens = max(CPU_STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS, config.max_num_seqs)
-    runner = ModelRunner(
-        path,
-        model_config,
-        device,
-        max_num_seqs=config.max_num_seqs,
-        max_num_tokens=step_tokens,
-        max_model_len=max_model_len,
-        progress=progress,
-    )
-    num_blocks = config.num_kvcache_blocks
-    if num_blocks == -1:
-        budget = devices.kv_budget_bytes(device)
-        # More than every sequence at full length can never be used.
-        most = config.max_num_seqs * -(-max_model_len // device.block_size)
-        num_blocks = min(budget // runner.kv_bytes_per_block(), most)
-        if num_blocks < 1:
-            raise ValueError(
-                f"the KV cache may take {budget} bytes, but one block needs {runner.kv_bytes_per_block()}; "
-                "free some memory or set num_kvcache_blocks=1 or more"
-            )
-    elif (needed := num_blocks * runner.kv_bytes_per_block()) > (free := devices.free_bytes(device)):
-        raise ValueError(
-            f"num_kvcache_blocks={num_blocks} needs {needed:,} bytes of memory, but {free:,} are free; "
-            f"{max(0, free // runner.kv_bytes_per_block()):,} blocks would fit"
-        )
-    runner.allocate_kv_cache(num_blocks)
-    runner.warm_up(progress)
-    size = num_blocks * runner.kv_bytes_per_block() / 2**20
+    limits = {"max_num_seqs": config.max_num_seqs, "max_num_tokens": step_tokens, "max_model_len": max_model_len}
+    ranks: TensorParallelRunner | None = None
+    if config.tensor_parallel_size > 1:
+        runner = ranks = TensorParallelRunner(config, path, model_config, device, limits=limits, progress=progress)
+        num_blocks = ranks.num_blocks
+        num_parameters = count_parameters(model_config)
+    else:
+        runner = ModelRunner(path, model_config, device, **limits, progress=progress)
+        num_blocks = num_blocks_that_fit(config, devices, device, runner)
+        runner.allocate_kv_cache(num_blocks)
+        runner.warm_up(progress)
+        num_parameters = runner.model.num_parameters
+    element = torch.empty((), dtype=device.dtype).element_size()
+    size = num_blocks * device.block_size * model_config.kv_bytes_per_token(element) / 2**20
     logger.info(
         "KV pool: %d blocks of %d tokens, %.0f MiB; at most %d tokens a sequence",
         num_blocks,
@@ -112,11 +104,38 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         device=device,
         runner=runner,
         num_blocks=num_blocks,
-        num_parameters=runner.model.num_parameters,
+        num_parameters=num_parameters,
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
         adaptive_budget=on_cpu and config.max_num_batched_tokens is None,
+        ranks=ranks,
     )
+
+
+def num_blocks_that_fit(config: EngineConfig, devices: DeviceManager, device: DevicePlan, runner: ModelRunner) -> int:
+    """Blocks of the KV pool that the memory holds, the weights being loaded; a number that was set is checked.
+
+    Raises ValueError with the figures where there is no room.
+    """
+    block_bytes = runner.kv_bytes_per_block()
+    if config.num_kvcache_blocks == -1:
+        budget = devices.kv_budget_bytes(device)
+        # More than every sequence at full length can never be used.
+        most = config.max_num_seqs * runner.max_blocks_per_seq
+        num_blocks = min(budget // block_bytes, most)
+        if num_blocks < 1:
+            raise ValueError(
+                f"the KV cache may take {budget} bytes, but one block needs {block_bytes}; "
+                "free some memory or set num_kvcache_blocks=1 or more"
+            )
+        return num_blocks
+    needed, free = config.num_kvcache_blocks * block_bytes, devices.free_bytes(device)
+    if needed > free:
+        raise ValueError(
+            f"num_kvcache_blocks={config.num_kvcache_blocks} needs {needed:,} bytes of memory, but {free:,} are free; "
+            f"{max(0, free // block_bytes):,} blocks would fit"
+        )
+    return config.num_kvcache_blocks
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

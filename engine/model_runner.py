@@ -35,7 +35,8 @@ class StepHandle:
 
 
 class ModelRunner:
-    """Runs one model on one device. num_blocks and max_model_len are fixed when it is built."""
+    """Runs one model, or one rank's shard of it, on one device. num_blocks and max_model_len are fixed when it is
+    built. Of several ranks every one runs every step, and rank 0 samples."""
 
     def __init__(
         self,
@@ -47,12 +48,15 @@ class ModelRunner:
         max_num_tokens: int,
         max_model_len: int,
         progress: Progress,
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> None:
         self.device = device
         self.model_config = model_config
         self.block_size = device.block_size
         self.max_blocks_per_seq = -(-max_model_len // self.block_size)
         self._max_num_tokens = max_num_tokens
+        self._tp_size = tp_size
         progress("loading weights", 0.0)
         self.model: Any = load_model(
             path,
@@ -61,6 +65,8 @@ class ModelRunner:
             dtype=device.dtype,
             attention_backend=device.attention_backend,
             progress=progress,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
         )
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
@@ -72,19 +78,19 @@ class ModelRunner:
         self._free_rows = list(range(max_num_seqs))
 
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers, on this rank."""
         size = torch.empty((), dtype=self.device.dtype).element_size()
-        return self.model_config.kv_bytes_per_token(size) * self.block_size
+        return self.model_config.kv_bytes_per_token(size, self._tp_size) * self.block_size
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Take the pool's memory: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        """Take the pool's memory: [layers, 2, num_blocks, block_size, this rank's kv_heads, head_dim].
 
         Zeroed, because a masked-out slot still enters attention as 0 * value, which NaN would survive; on a
         CPU the zero pages cost nothing before they are written.
         """
         c = self.model_config
         self.kv_cache = torch.zeros(
-            (c.num_hidden_layers, 2, num_blocks, self.block_size, c.num_key_value_heads, c.head_dim),
+            (c.num_hidden_layers, 2, num_blocks, self.block_size, c.kv_heads_per_rank(self._tp_size), c.head_dim),
             dtype=self.device.dtype,
             device=self.device.device,
         )
@@ -98,12 +104,14 @@ class ModelRunner:
         if not sampled:
             return StepHandle([], None)
         logits = self.model.compute_logits(hidden)
+        if logits is None:
+            return StepHandle([], None)
         rows = [_sampling_row(seq) for seq in sampled]
         return StepHandle(sampled, self.sampler(logits, self.sampler.prepare(rows)))
 
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
-        were not finite."""
+        were not finite. On a rank other than 0 there are none."""
         if handle.token_ids is None:
             if self.device.device.type == "cuda":
                 # The host buffers are filled anew for the next step; this one must have read them.
@@ -112,10 +120,11 @@ class ModelRunner:
         return handle.token_ids.tolist()
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> int:
         """Run dummy steps of the shapes that serving meets first, against block 0, whose content is then
-        overwritten by whoever allocates it."""
+        overwritten by whoever allocates it. Returns how many tokens they were."""
         sizes = [n for n in (1, 16, 256) if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
+        num_tokens = 0
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))
             ids = torch.zeros(size, dtype=torch.int64, device=self.device.device)
@@ -139,7 +148,9 @@ class ModelRunner:
                 {},
             )
             self.model.compute_logits(self.model(batch))
+            num_tokens += size
         progress("warming up", 100.0)
+        return num_tokens
 
     def check_device(self) -> None:
         """Raise what the device raises if it has lost its state: after a sticky CUDA error every call does."""

@@ -4,7 +4,7 @@ A fault in a batch says nothing about which sequence it comes from. So the batch
 what fails is one sequence alone; all others have run by then. Running a sequence's step a second time is harmless:
 it writes the same keys and values to the same slots, and noise is keyed by seed and position.
 
-    the device answers no more        DeviceLost, at once
+    the device answers no more        DeviceLost, at once; likewise RanksLost, after which the engine starts over
     no memory                         caches freed, the batch halved (a lone chunk: its tokens); what does not run
                                       even so waits for the next step, but the newest of it is given up
     anything else                     split; a sequence that fails alone, twice, is given up
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.faults import DeviceLost, EngineBroken, is_out_of_memory, root_cause
+from engine.rank_group import RanksLost
 from engine.scheduler import ScheduledSequence, StepPlan
 
 if TYPE_CHECKING:
@@ -182,8 +183,8 @@ class StepExecutor:
             logger.error("what the runner raised for request %d:", items[0].seq.request_id, exc_info=error)
 
     def _check_device(self, error: Exception) -> None:
-        """Raise where there is no use in going on: the device is gone, or the runner says itself that it is."""
-        if isinstance(error, EngineBroken):
+        """Raise where there is no use in going on: the ranks or the device are gone, or the runner says so itself."""
+        if isinstance(error, (EngineBroken, RanksLost)):
             raise error
         try:
             self._runner.check_device()

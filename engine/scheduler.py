@@ -90,6 +90,11 @@ class Scheduler:
                 item.seq.num_planned_tokens -= item.num_tokens
                 item.seq.num_placeholders -= item.samples
 
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue, to be computed again."""
+        for seq in list(self.running):
+            self._preempt(StepPlan(), seq)
+
     def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
         """End seq wherever it stands; its blocks come back exactly once. A second call is a no-op."""
         if seq.is_finished:

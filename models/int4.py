@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.stored import StoredTensor
+
 GROUP = 32
 
 
@@ -53,6 +55,8 @@ class Int4Matrix:
         return Int4Matrix(*(torch.cat([getattr(m, name) for m in matrices]) for name in ("q", "scale", "offset")))
 
 
-def dense(weight: Tensor | Int4Matrix) -> Tensor:
+def dense(weight: Tensor | Int4Matrix | StoredTensor) -> Tensor:
     """The weight as a tensor."""
+    if isinstance(weight, StoredTensor):
+        return weight.read()
     return weight.dequantize() if isinstance(weight, Int4Matrix) else weight

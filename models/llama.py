@@ -13,6 +13,7 @@ from models.layers.attention import Attention, AttentionBackend, bind_kv_cache
 from models.layers.embed_head import Embedding, Head
 from models.layers.layernorm import RMSNorm
 from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from models.layers.parallel import AllReduce, GatherVocab
 from models.layers.rotary import RotaryEmbedding, rotate
 
 
@@ -34,6 +35,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowLinear(
             config.num_attention_heads * config.head_dim, config.hidden_size, config.attention_bias, **place
         )
+        self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
         self.attn = Attention(self.num_heads, self.num_kv_heads, config.head_dim, config.head_dim**-0.5, backend)
 
     def forward(
@@ -43,7 +45,7 @@ class LlamaAttention(nn.Module):
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = self.rotate(qkv, rope)
         attended = self.attn(q, k, v, batch)
-        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
+        return self.all_reduce(self.o_proj(attended if rows is None else attended.index_select(0, rows)))
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, heads, head_dim] -> queries and keys, rotated, and values."""
@@ -59,9 +61,10 @@ class LlamaMLP(nn.Module):
         super().__init__()
         self.gate_up_proj = GateUpLinear(config.hidden_size, config.intermediate_size, config.mlp_bias, **place)
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
+        self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x))
+        return self.all_reduce(self.down_proj(self.gate_up_proj(x)))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -137,7 +140,8 @@ class LlamaForCausalLM(nn.Module):
         place = {"dtype": dtype, "device": device, "tp_rank": tp_rank, "tp_size": tp_size}
         self.model = LlamaModel(config, self.layer_class, backend, **place)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied)
+        self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, tp_rank, tp_size)
+        self.gather_vocab = GatherVocab(config.vocab_size, tp_rank, tp_size)
         # Counted now: packing moves weights out of the parameters.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
@@ -145,10 +149,10 @@ class LlamaForCausalLM(nn.Module):
         """Hidden states [R, hidden] of the rows batch.logits_indices, after the final norm."""
         return self.model(batch)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab]."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others."""
+        return self.gather_vocab(self.lm_head(hidden))
 
     def bind_kv_cache(self, kv: Tensor) -> None:
-        """kv [layers, 2, num_blocks, block_size, kv_heads, head_dim]; must hold finite values (zeros)."""
+        """kv [layers, 2, num_blocks, block_size, this rank's kv_heads, head_dim]; must hold finite values (zeros)."""
         bind_kv_cache(self, kv)

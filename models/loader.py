@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,15 +17,16 @@ from models.dequantize import read_weight
 from models.gguf import GGUFFile
 from models.int4 import Int4Matrix
 from models.layers.attention import get_backend
-from models.layers.linear import Linear
+from models.layers.linear import Linear, Weight
 from models.registry import get_model_class
+from models.stored import StoredTensor
 from models.tokenizer import read_json
 
-__all__ = ["WeightsError", "load_model", "load_tokenizer", "read_config"]
+__all__ = ["WeightsError", "count_parameters", "load_model", "load_tokenizer", "read_config"]
 
 Progress = Callable[[str, float], None]
 # (name in the Hugging Face checkpoint's spelling, the tensor or a way to read it, share of the whole done: 0-1)
-Weights = Iterator[tuple[str, Callable[[], Tensor | Int4Matrix], float]]
+Weights = Iterator[tuple[str, Callable[[], Weight], float]]
 
 
 class WeightsError(CheckpointError):
@@ -39,16 +41,21 @@ def load_model(
     dtype: str | torch.dtype = torch.float32,
     attention_backend: str = "sdpa",
     progress: Progress | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
 ) -> nn.Module:
     """The model with its weights, on `device` in `dtype`, ready for inference.
 
+    Of tp_size ranks this one's shard is loaded; from safetensors no more than that is read.
     progress(stage, percent) is called as weights arrive. Raises WeightsError naming the weights that are
     missing, left over or misshapen, ValueError for what is not supported, OSError where files cannot be read.
     """
     path, device = Path(path), torch.device(device)
     kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = get_model_class(config.architecture)(config, get_backend(attention_backend), dtype=kind, device=device)
-    weights = _gguf_weights(path, config) if is_gguf(path) else _folder_weights(path)
+    model = get_model_class(config.architecture)(
+        config, get_backend(attention_backend), dtype=kind, device=device, tp_rank=tp_rank, tp_size=tp_size
+    )
+    weights = _gguf_weights(path, config) if is_gguf(path) else _folder_weights(path, in_part=tp_size > 1)
     with torch.inference_mode():
         _fill(model, weights, path, config.tie_word_embeddings, progress or (lambda stage, percent: None))
         for module in model.modules():
@@ -84,9 +91,15 @@ def _fill(model: nn.Module, weights: Weights, path: Path, tied: bool, progress: 
         )
 
 
-def _wanted(model: nn.Module) -> dict[str, Callable[[Tensor | Int4Matrix], None]]:
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the whole model, without a byte of it in memory."""
+    build = get_model_class(config.architecture)
+    return build(config, get_backend("sdpa"), dtype=torch.bfloat16, device=torch.device("meta")).num_parameters
+
+
+def _wanted(model: nn.Module) -> dict[str, Callable[[Weight], None]]:
     """Checkpoint name -> the load of each part of each parameter; a shared parameter is listed once."""
-    wanted: dict[str, Callable[[Tensor | Int4Matrix], None]] = {}
+    wanted: dict[str, Callable[[Weight], None]] = {}
     for name, parameter in model.named_parameters():
         layer, _, kind = name.rpartition(".")
         for part in parameter.parts:  # type: ignore[attr-defined]
@@ -160,7 +173,8 @@ def _unpermute(weight: Tensor | Int4Matrix, heads: int) -> Tensor | Int4Matrix:
 # ---------------------------------------------------------------------- safetensors
 
 
-def _folder_weights(folder: Path) -> Weights:
+def _folder_weights(folder: Path, in_part: bool) -> Weights:
+    """in_part: hand over tensors that are still in their files, for shards to be read of them."""
     files = _safetensors_files(folder)
     for number, file in enumerate(files):
         try:
@@ -168,9 +182,14 @@ def _folder_weights(folder: Path) -> Weights:
                 names = list(archive.keys())
                 for i, name in enumerate(names):
                     done = (number + (i + 1) / len(names)) / len(files)
-                    yield name, lambda archive=archive, name=name: archive.get_tensor(name), done
+                    read = StoredTensor if in_part else _read_whole
+                    yield name, lambda archive=archive, name=name, read=read: read(archive, name), done
         except SafetensorError as error:
             raise WeightsError(f"{file}: damaged or cut short ({error}); fetch it again") from error
+
+
+def _read_whole(archive: Any, name: str) -> Tensor:
+    return archive.get_tensor(name)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -6,12 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers.linear import Linear, copy_whole, new_parameter
+from models.int4 import dense
+from models.layers.linear import Linear, Weight, copy_whole, new_parameter
 from models.layers.packed import pack
 
 
 class Embedding(nn.Module):
-    """Token ids int64 [T] -> hidden states [T, hidden]."""
+    """Token ids int64 [T] -> hidden states [T, hidden]. Whole on every rank: a lookup costs nothing, and a sharded
+    one would cost an exchange."""
 
     def __init__(self, vocab_size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -24,6 +26,9 @@ class Embedding(nn.Module):
 class Head(Linear):
     """Hidden states [R, hidden] -> logits float32 [R, vocab]. Tied to an embedding it shares that weight.
 
+    Of several ranks each computes its shard of the vocabulary (see GatherVocab): a quarter of what a small model
+    reads in a decode is its head, and to send a row of logits costs less than to read all of it on every rank.
+
     A half-precision product on a CPU ends in half precision: logits near 25 come in steps of 0.125, and the best
     tokens of a small model lie closer than that. So the products of the likeliest tokens are taken again in fp32;
     to do it for all would read twice the bytes of what is the largest matrix of a small model.
@@ -32,14 +37,28 @@ class Head(Linear):
     num_exact = 64
 
     def __init__(
-        self, vocab_size: int, hidden: int, dtype: torch.dtype, device: torch.device, tied_to: Embedding | None
+        self,
+        vocab_size: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tied_to: Embedding | None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> None:
         super().__init__()
         self.bias = None
-        if tied_to is not None:
+        self.vocab_size = vocab_size
+        shard_size = -(-vocab_size // tp_size)
+        self.start = min(tp_rank * shard_size, vocab_size)
+        self.rows = min(shard_size, vocab_size - self.start)
+        if tied_to is None:
+            self.weight = new_parameter((self.rows, hidden), dtype, device, self._load)
+        elif tp_size == 1:
             self.weight = tied_to.weight
         else:
-            self.weight = new_parameter((vocab_size, hidden), dtype, device, copy_whole)
+            # A view, not a parameter of its own: it is filled with the embedding.
+            self.weight = tied_to.weight.data.narrow(0, self.start, self.rows)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x).float()
@@ -48,6 +67,13 @@ class Head(Linear):
             exact = torch.bmm(self.weight[likeliest].float(), x.float().unsqueeze(2)).squeeze(2)
             logits.scatter_(1, likeliest, exact)
         return logits
+
+    def _load(self, parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
+        expected = (self.vocab_size, *parameter.shape[1:])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
+        share = tensor if self.rows == self.vocab_size else tensor.narrow(0, self.start, self.rows)
+        parameter.data.copy_(dense(share))
 
     def pack_dense(self) -> None:
         self.packed = pack(self.weight, prompt_rows=False)

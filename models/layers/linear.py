@@ -29,6 +29,9 @@ from models.layers.packed import (
     packed_linear,
     packed_silu_mul,
 )
+from models.stored import StoredTensor
+
+Weight = Tensor | Int4Matrix | StoredTensor  # as a checkpoint hands it over: whole, or still in its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ def new_parameter(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    weight_loader: Callable[[nn.Parameter, Tensor | Int4Matrix, str | None], None],
+    weight_loader: Callable[[nn.Parameter, Weight, str | None], None],
     parts: Sequence[str | None] = (None,),
 ) -> nn.Parameter:
     """An uninitialised parameter that is filled by `weight_loader` from each of `parts`."""
@@ -57,7 +60,7 @@ def new_parameter(
     return parameter
 
 
-def copy_whole(parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
+def copy_whole(parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
     """The weight_loader of a parameter that the checkpoint stores as it is."""
     if tensor.shape != parameter.shape:
         raise ValueError(f"shape {tuple(tensor.shape)} does not fit {tuple(parameter.shape)}")
@@ -122,7 +125,7 @@ class ColumnLinear(Linear):
         self.weight = new_parameter((self.out_features, in_features), dtype, device, self._load, names)
         self.bias = new_parameter((self.out_features,), dtype, device, self._load, names) if bias else None
 
-    def _load(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, name: str | None) -> None:
+    def _load(self, parameter: nn.Parameter, tensor: Weight, name: str | None) -> None:
         part = self._parts[name]
         expected = (part.total, *parameter.shape[1:])
         if tuple(tensor.shape) != expected:
@@ -212,7 +215,8 @@ class QKVLinear(ColumnLinear):
 
 
 class RowLinear(Linear):
-    """A Linear with the columns of W split over the ranks: every rank's y is a summand of the whole.
+    """A Linear with the columns of W split over the ranks: every rank's y is a summand of the whole, which AllReduce
+    (parallel.py) adds up.
 
     Only rank 0 keeps the bias, so that the sum over ranks adds it once.
     """
@@ -235,13 +239,13 @@ class RowLinear(Linear):
         self.weight = new_parameter((out_features, self.in_features), dtype, device, self._load)
         self.bias = new_parameter((out_features,), dtype, device, self._load_bias) if bias else None
 
-    def _load(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
+    def _load(self, parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
         expected = (parameter.shape[0], self.total)
         if tuple(tensor.shape) != expected:
             raise ValueError(f"shape {tuple(tensor.shape)} does not fit {expected}")
         self.copy_rows(tensor.narrow(1, self.start, self.in_features), parameter)
 
-    def _load_bias(self, parameter: nn.Parameter, tensor: Tensor | Int4Matrix, part: str | None) -> None:
+    def _load_bias(self, parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
         copy_whole(parameter, tensor, part)
         if not self.adds_bias:
             parameter.data.zero_()

@@ -100,6 +100,18 @@ def test_a_length_above_the_models_is_one_line_with_both_numbers(tmp_path: Path,
     assert "open" not in result.stdout
 
 
+@pytest.mark.parametrize("name", ["its file", "default"])
+def test_a_model_that_does_not_split_over_the_ranks_is_one_line_before_the_port_opens(
+    name: str, tmp_path: Path, default_model_path: Path
+) -> None:
+    model = str(default_model_path) if name == "its file" else name
+    argv = ("--port", "0", "--tensor-parallel-size", "2", "--model", model, "--data-dir", str(tmp_path / "data"))
+    result = run_app(*argv)
+    line = one_line(result)
+    assert "--tensor-parallel-size 2" in line and "9 query heads do not divide evenly by 2 (1, 3 would)" in line
+    assert "open" not in result.stdout
+
+
 def test_a_pool_that_memory_cannot_hold_is_one_line_with_both_numbers(tmp_path: Path) -> None:
     argv = ("--port", "0", "--num-kvcache-blocks", "99999999999", "--data-dir", str(tmp_path / "data"))
     line = one_line_at_the_end(run_app(*argv, timeout=90))

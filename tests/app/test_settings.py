@@ -128,7 +128,7 @@ def test_enforce_eager_needs_no_value() -> None:
         (("--kv-cache-dtype", "fp8"), ("--kv-cache-dtype", "'fp8'", "not available yet", "'auto'")),
         (("--quantization", "int4"), ("--quantization", "'int4'", "not available yet")),
         (("--attention-backend", "triton"), ("--attention-backend", "'triton'", "not available yet")),
-        (("--tensor-parallel-size", "2"), ("--tensor-parallel-size", "2", "not available yet")),
+        (("--tensor-parallel-size", "0"), ("--tensor-parallel-size", "0", "at least 1")),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line_with_name_value_and_range(

@@ -10,6 +10,7 @@ import warnings
 import pytest
 
 from engine import EngineConfig
+from models.config import ModelConfig
 
 
 def test_the_defaults_are_valid():
@@ -33,7 +34,7 @@ def test_the_defaults_are_valid():
         *[("num_kvcache_blocks", v, "at least 1") for v in (0, -2, 1.0, None)],
         *[("gpu_memory_utilization", v, "above 0 and at most 1") for v in (0, -0.5, 1.1, math.nan, "0.9", None)],
         *[("seed", v, "at least 0") for v in (-1, 0.5, "1")],
-        *[("tensor_parallel_size", v, "at least 1") for v in (0, -1, 1.0)],
+        *[("tensor_parallel_size", v, "at least 1") for v in (0, -1, 1.0, 65)],
     ],
 )
 def test_a_bad_value_is_refused_with_field_value_and_range(field, bad, limit):
@@ -48,7 +49,6 @@ def test_a_bad_value_is_refused_with_field_value_and_range(field, bad, limit):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tensor_parallel_size", 2),
         ("kv_cache_dtype", "fp8"),
         ("quantization", "int8"),
         ("attention_backend", "triton"),
@@ -85,3 +85,28 @@ def test_reading_a_configuration_does_not_import_torch():
     code = "import sys, engine; engine.EngineConfig(); engine.SamplingParams(); print('torch' in sys.modules)"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert asked.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "ranks", "why"),
+    [
+        (9, 3, 1536, 2, "9 query heads do not divide evenly by 2 (1, 3 would)"),
+        (12, 3, 1536, 2, "3 KV heads do not divide evenly by 2 (1, 3, 6, 12 would)"),
+        (12, 3, 1536, 4, "4 ranks do not divide evenly over its 3 KV heads (1, 3, 6, 12 would)"),
+        (8, 2, 100, 8, "intermediate size of 100 does not divide evenly by 8 (1, 2, 4 would)"),
+    ],
+)
+def test_a_model_that_does_not_split_is_refused_with_the_numbers_and_what_would_do(
+    heads: int, kv_heads: int, inner: int, ranks: int, why: str
+) -> None:
+    shape = ModelConfig("LlamaForCausalLM", 99, 64, inner, 1, heads, kv_heads, 8, 64)
+    with pytest.raises(ValueError) as caught:
+        shape.check_ranks(ranks)
+    assert f"tensor_parallel_size={ranks} does not fit" in str(caught.value) and why in str(caught.value)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "own"), [(16, 8, 2, 4), (16, 8, 16, 1), (4, 1, 2, 1)])
+def test_kv_heads_are_shared_out_or_held_alike_and_sized_so(heads: int, kv_heads: int, ranks: int, own: int) -> None:
+    shape = ModelConfig("LlamaForCausalLM", 99, 64, 1600, 3, heads, kv_heads, 8, 64)
+    shape.check_ranks(ranks)
+    assert shape.kv_bytes_per_token(2, ranks) == 2 * 3 * own * 8 * 2

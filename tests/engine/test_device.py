@@ -260,3 +260,20 @@ def test_a_system_without_figures_is_assumed_to_have_some_memory(tmp_path, monke
     room = free_to_this_process(tmp_path / "none", tmp_path / "neither")
     assert room.free > 0
     assert "MemAvailable" not in room.limit
+
+
+# Ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_on_a_cpu_share_its_memory():
+    assert budget(Machine(host=Room(4 * GIB, "MemAvailable")), device="cpu", tensor_parallel_size=2) == GIB // 2
+    assert budget(Machine(host=Room(64 * GIB, "MemAvailable")), device="cpu", tensor_parallel_size=4) == GIB // 2
+    manager = DeviceManager(EngineConfig(device="cpu", tensor_parallel_size=2), Machine(host=Room(GIB, "limit")))
+    assert manager.free_bytes(manager.resolve()) == GIB // 2
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_ranks_than_cards_are_refused_with_both_numbers(device):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs 2 CUDA cards, this machine has 1; use at most"):
+        DeviceManager(EngineConfig(device=device, tensor_parallel_size=2), HOPPER).resolve()
+    assert DeviceManager(EngineConfig(device="cpu", tensor_parallel_size=2), HOPPER).resolve().device.type == "cpu"

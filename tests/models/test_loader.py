@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import CheckpointError
 from models.gguf import GGUFError, GGUFFile
-from models.loader import WeightsError, load_model, read_config
+from models.loader import WeightsError, count_parameters, load_model, read_config
 from models.registry import get_model_class
+from models.stored import StoredTensor
 from tests.models.gguf_writer import gguf
 
 
@@ -38,8 +39,8 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     save_file(weights, path)
 
 
-def load(folder: Path) -> torch.nn.Module:
-    return load_model(folder, read_config(folder))
+def load(folder: Path, **place: int) -> torch.nn.Module:
+    return load_model(folder, read_config(folder), **place)
 
 
 def test_missing_and_left_over_weights_stop_the_load_with_their_names(folder: Path) -> None:
@@ -54,6 +55,38 @@ def test_missing_and_left_over_weights_stop_the_load_with_their_names(folder: Pa
     text = str(caught.value)
     assert "2 missing: model.layers.1.self_attn.k_proj.weight, model.norm.weight" in text
     assert "1 left over: model.layers.9.mlp.up_proj.weight" in text
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_rank_reads_its_shard_alone_and_together_they_are_the_whole(
+    tied: bool, make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model("llama", tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, vocab_size=511)
+    config = read_config(folder)
+    whole_reads: list[tuple[int, ...]] = []
+    read = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: (whole_reads.append(self.shape), read(self))[1])
+    whole = load_model(folder, config)
+    ranks = [load_model(folder, config, tp_rank=rank, tp_size=2) for rank in range(2)]
+    for layer, shards in zip(whole.model.layers, zip(*(r.model.layers for r in ranks), strict=True), strict=True):
+        for name, dim in (("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+            parts = [shard.get_submodule(name) for shard in shards]
+            assert torch.equal(torch.cat([p.weight for p in parts], dim), layer.get_submodule(name).weight)
+            assert torch.equal(sum(p.bias for p in parts), layer.get_submodule(name).bias)
+        gate_up = [shard.mlp.gate_up_proj.weight.chunk(2) for shard in shards]
+        assert torch.equal(
+            torch.cat([*(g for g, _ in gate_up), *(u for _, u in gate_up)]), layer.mlp.gate_up_proj.weight
+        )
+        sizes = (config.hidden_size // 2, config.hidden_size // 4, config.hidden_size // 4)
+        qkv = zip(*(shard.self_attn.qkv_proj.weight.split(sizes) for shard in shards), strict=True)
+        assert torch.equal(torch.cat([torch.cat(parts) for parts in qkv]), layer.self_attn.qkv_proj.weight)
+    heads = [rank.lm_head.weight for rank in ranks]
+    assert [len(head) for head in heads] == [256, 255]
+    assert torch.equal(torch.cat(heads), whole.lm_head.weight)
+    # Norms, embedding and the biases that are added after the sum; no matrix that is split.
+    assert {shape for shape in whole_reads if len(shape) == 2} == {(511, 64)}
+    assert len([shape for shape in whole_reads if len(shape) == 2]) == 2  # the embedding, once on each rank
+    assert count_parameters(config) == whole.num_parameters
 
 
 def test_a_head_stored_beside_tied_embeddings_is_not_left_over(folder: Path) -> None:
@@ -234,10 +267,11 @@ def test_a_gguf_holds_the_same_model_as_its_folder(
     folder = make_tiny_model(kind, seed=11, tie_word_embeddings=not untied)
     path = tmp_path / "m.gguf"
     path.write_bytes(folder_to_gguf(folder, kind, permute))
-    from_gguf, from_folder = load(path).state_dict(), load(folder).state_dict()
-    assert from_gguf.keys() == from_folder.keys()
-    for name, weight in from_folder.items():
-        assert torch.equal(from_gguf[name], weight), name
+    for place in ({}, {"tp_rank": 0, "tp_size": 2}, {"tp_rank": 1, "tp_size": 2}):  # whole, and a rank's share
+        from_gguf, from_folder = (load(source, **place).state_dict() for source in (path, folder))
+        assert from_gguf.keys() == from_folder.keys()
+        for name, weight in from_folder.items():
+            assert torch.equal(from_gguf[name], weight), name
 
 
 def test_rope_factors_in_a_gguf_become_part_of_the_configuration(

@@ -1,0 +1,211 @@
+"""One rank of a tensor-parallel group: a process that holds a shard of the model and runs the steps it is sent.
+
+It is told everything over one channel, a socket pair made for it alone, and answers there. What it says, in order:
+
+    ("progress", stage, percent)        while it loads
+    ("fits", num_blocks)                its shard is loaded, and that many KV blocks fit beside it; what it is told
+                                        next is how many it is to allocate
+    ("ready", seconds a token)          warmed up, and how fast it then was
+    ("done", token ids, calls)          for every step; ids on rank 0 only. calls counts the collectives so far.
+    ("failed", exception, calls)        instead of any of these; calls is None where the process is of no more use
+
+It ends when it is told None, or when the parent's end of the channel closes: then at once, whatever it is doing, so
+that no death of the parent leaves a rank behind. ^C and SIGTERM often reach the whole process group; they are the
+parent's to answer, which may have partial replies to store first.
+
+Imports nothing heavy at the top: the watch over the parent must stand before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from engine.device import DevicePlan
+    from engine.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What a rank is to run. folder is the group's own, for its members to find each other in; device, dtype and the
+    rest are what the parent's DeviceManager chose; limits are ModelRunner's."""
+
+    rank: int
+    size: int
+    folder: Path
+    config: EngineConfig
+    path: Path
+    model_config: ModelConfig
+    device: str
+    dtype: str
+    attention_backend: str
+    block_size: int
+    limits: dict[str, int]
+
+
+def main(setup: RankSetup, channel: Connection) -> None:
+    """The process's main function."""
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
+    _prepare_environment(setup)
+    try:
+        runner = _load(setup, channel)
+        _serve(runner, channel)
+    except (EOFError, ConnectionError):  # the parent is gone, and this thread has seen it first
+        end_as_an_orphan(setup.folder)
+    except Exception as error:
+        channel.send(("failed", _portable(error), None))
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to tear down, and taking down an interpreter with torch in it lasts
+
+
+def end_with_parent(fd: int, folder: Path) -> None:
+    """Wait until the other end of the channel is closed, by whatever death; then end, in the midst of anything."""
+    hung_up = select.poll()
+    hung_up.register(fd, 0)  # no event but the hang-up, which is always reported
+    hung_up.poll()
+    end_as_an_orphan(folder)
+
+
+def end_as_an_orphan(folder: Path) -> None:
+    """Leave nothing behind that the parent would have removed, and end."""
+    shutil.rmtree(folder, ignore_errors=True)  # all ranks try
+    os._exit(1)
+
+
+def _prepare_environment(setup: RankSetup) -> None:
+    """What libraries read once, when they are loaded."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(cores, int(asked) if asked.isdigit() else cores) // setup.size)
+    if setup.device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    # All ranks are on one machine; the name of the host may lead to an interface that others can reach, or nowhere.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
+    """Join the group, load the shard, agree on the size of the pool, warm up."""
+    import torch
+    import torch.distributed as dist
+
+    from engine.device import DeviceManager, DevicePlan, Probe
+    from engine.loading import num_blocks_that_fit
+    from engine.model_runner import ModelRunner
+
+    on_cuda = setup.device == "cuda"
+    device = torch.device("cuda", setup.rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    plan = DevicePlan(device, getattr(torch, setup.dtype), setup.attention_backend, setup.block_size, ())
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        init_method=(setup.folder / "rendezvous").as_uri(),
+        rank=setup.rank,
+        world_size=setup.size,
+        device_id=device if on_cuda else None,
+    )
+
+    def report(stage: str, percent: float) -> None:
+        if setup.rank == 0:
+            channel.send(("progress", stage, percent))
+
+    runner = ModelRunner(
+        setup.path,
+        setup.model_config,
+        plan,
+        **setup.limits,
+        progress=report,
+        tp_rank=setup.rank,
+        tp_size=setup.size,
+    )
+    devices = DeviceManager(setup.config, Probe(setup.rank if on_cuda else 0))
+    channel.send(("fits", num_blocks_that_fit(setup.config, devices, plan, runner)))
+    runner.allocate_kv_cache(channel.recv())
+    runner.warm_up(report)
+    channel.send(("ready", _seconds_per_token(runner, plan)))
+    return runner
+
+
+def _seconds_per_token(runner: ModelRunner, plan: DevicePlan) -> float:
+    """From a second round of the warm-up, which sets nothing up any more."""
+    import torch
+
+    started = time.perf_counter()
+    num_tokens = runner.warm_up(lambda stage, percent: None)
+    if plan.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / num_tokens
+
+
+def _serve(runner: ModelRunner, channel: Connection) -> None:
+    """Run steps until told to end."""
+    from engine.plan_deltas import PlanDecoder
+    from models.layers.parallel import Collective
+
+    collectives = [module for module in runner.model.modules() if isinstance(module, Collective)]
+    decoder = PlanDecoder()
+    while (message := channel.recv()) is not None:
+        step, blocks_to_scrub, release_buffers = message
+        plan, ended = decoder.decode(step)
+        for request_id in ended:
+            runner.forget(request_id)
+        try:
+            if release_buffers:
+                runner.release_buffers()
+            if blocks_to_scrub:
+                runner.scrub(blocks_to_scrub)
+            token_ids = runner.collect(runner.launch(plan))
+        except Exception as error:
+            calls = sum(c.num_calls for c in collectives) if _is_usable(runner.device) else None
+            answer = ("failed", _portable(error), calls)
+        else:
+            answer = ("done", token_ids, sum(c.num_calls for c in collectives))
+        channel.send(answer)
+
+
+def _is_usable(plan: DevicePlan) -> bool:
+    """Whether the device still computes: after some CUDA errors nothing in the process works any more."""
+    import torch
+
+    if plan.device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception as it can be sent, with the traceback as a note; one that cannot be pickled is told in words."""
+    note = "".join(traceback.format_exception(error))
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"in a rank's process:\n{note}")
+    return copy

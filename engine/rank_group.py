@@ -1,0 +1,238 @@
+"""RankGroup: the processes of a tensor-parallel group, the channels to them, their health.
+
+The command channel is a socket pair for each rank: nameless, without a port, gone with its holders, and carrying
+messages of any size. The ranks find each other through a file in a folder made for the group; so engines on one
+machine never meet.
+
+Each rank answers each command. A death is seen at once, a hang when an answer has not come in the time that the
+caller allows; loading and warming up have no limit, for they report progress. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.util  # its handler at exit, which waits for children, must be registered before ours
+import pickle
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.rank import RankSetup, main
+
+logger = logging.getLogger("pageturn.engine")
+
+Progress = Callable[[str, float], None]
+
+WRITE_PATIENCE = 10.0  # seconds that a rank may leave a command unread
+_GRACE = 2.0  # seconds that the others have for their answers when one has failed
+_POLL = 0.2  # seconds between two reports of progress, which is also where a shutdown comes in
+_LAST_WORDS = 2.0  # seconds to end in an orderly way
+
+
+class RanksLost(RuntimeError):
+    """A rank has died, hangs, or has fallen out of step. No rank of the group, and no KV block, can be used again."""
+
+
+class _Awaited(NamedTuple):
+    """What the selector watches: a rank's channel, or its process."""
+
+    rank: int
+    is_channel: bool
+
+
+class RankGroup:
+    """The processes of one group and the channels to them. Starts them; load() waits until they are ready."""
+
+    def __init__(self, size: int, setup: Callable[[int, Path], RankSetup]) -> None:
+        """setup(rank, the group's folder) says what each rank is to run."""
+        self.size = size
+        self.folder = Path(tempfile.mkdtemp(prefix="pageturn-ranks-"))
+        self.processes: list[Any] = []
+        self._channels: list[Connection] = []
+        self._answered: dict[int, tuple] = {}
+        self._selector = selectors.DefaultSelector()
+        _groups.add(self)
+        spawn = multiprocessing.get_context("spawn")
+        try:
+            for rank in range(self.size):
+                ours, theirs = _channel()
+                process = spawn.Process(
+                    target=main, args=(setup(rank, self.folder), theirs), name=f"pageturn-rank-{rank}", daemon=True
+                )
+                self._channels.append(ours)
+                _start_deaf(process)
+                theirs.close()
+                self.processes.append(process)
+                self._selector.register(ours, selectors.EVENT_READ, _Awaited(rank, True))
+                self._selector.register(process.sentinel, selectors.EVENT_READ, _Awaited(rank, False))
+        except BaseException:
+            self.kill()
+            raise
+
+    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, float]:
+        """Wait until every rank is ready -> (KV blocks, the slowest rank's seconds a token).
+
+        num_blocks: None for the smallest number that any rank can hold. Raises what kept a rank from loading
+        (ValueError for a model that cannot be served), RanksLost where one died of it; all are killed then.
+        """
+        try:
+            fitting = self._await_all("fits", progress)
+            if len(set(fitting)) > 1:
+                shown = ", ".join(f"{n:,}" for n in fitting)
+                logger.info("KV blocks that the ranks can hold: %s; the smallest number is used", shown)
+            chosen = min(fitting) if num_blocks is None else num_blocks
+            self.send(chosen)
+            return chosen, max(self._await_all("ready", progress))
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, message: Any) -> None:
+        """To every rank; RanksLost where one is dead or does not read."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send_bytes(data)
+            except BlockingIOError:
+                raise RanksLost(f"rank {rank} has read nothing for {WRITE_PATIENCE:.1f} s: it hangs") from None
+            except OSError:
+                raise RanksLost(self._death(rank)) from None
+
+    def answers(self, seconds: float) -> list[tuple]:
+        """One answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies.
+
+        Where a rank has failed, the others may wait for it in a collective for ever, and have two seconds.
+        """
+        got = self._answered  # kept where ^C comes in between
+        deadline = time.monotonic() + seconds
+        while len(got) < self.size:
+            answer = self._next(deadline - time.monotonic())
+            if answer is None:
+                failed = [a for a in got.values() if a[0] == "failed"]
+                if failed:
+                    raise RanksLost(f"a rank failed alone: {in_words(failed[0][1])}") from failed[0][1]
+                missing = ", ".join(str(r) for r in range(self.size) if r not in got)
+                raise RanksLost(f"rank {missing} has not answered for {seconds:.1f} s: it hangs")
+            rank, message = answer
+            got[rank] = message
+            if message[0] == "failed":
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        self._answered = {}
+        return [got[rank] for rank in range(self.size)]
+
+    def loss(self) -> RanksLost | None:
+        """Why the group cannot be used any more, as far as it shows without asking: a rank that is dead."""
+        dead = next((rank for rank, process in enumerate(self.processes) if process.exitcode is not None), None)
+        return None if dead is None else RanksLost(self._death(dead))
+
+    def end(self) -> None:
+        """Let every rank end, and kill the one that does not. A second call is a no-op."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError):  # dead already, or stuck: killed below
+                channel.send(None)
+        deadline = time.monotonic() + _LAST_WORDS
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now and leave nothing behind. A second call is a no-op."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        for channel in self._channels:
+            channel.close()
+        self.processes, self._channels = [], []
+        self._selector.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        _groups.discard(self)
+
+    # -- internals ------------------------------------------------------------------------------------
+
+    def _await_all(self, kind: str, progress: Progress) -> list[Any]:
+        """What every rank says under this name, however long it takes; rank 0's progress is passed on meanwhile."""
+        got: dict[int, Any] = {}
+        stage: tuple[str, float] = ("starting the ranks", 0.0)
+        while len(got) < self.size:
+            progress(*stage)
+            answer = self._next(_POLL)
+            if answer is None:
+                continue
+            rank, message = answer
+            if message[0] == "progress":
+                stage = message[1:]
+            elif message[0] == "failed":
+                raise message[1]
+            else:
+                assert message[0] == kind, f"rank {rank} says {message[0]} where {kind} is due"
+                got[rank] = message[1]
+        return [got[rank] for rank in range(self.size)]
+
+    def _next(self, seconds: float) -> tuple[int, tuple] | None:
+        """The next (rank, message), None where none comes in time; RanksLost when a rank dies."""
+        ready = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
+        for rank, is_channel in sorted(ready, key=lambda awaited: not awaited.is_channel):  # last words first
+            if is_channel:
+                try:
+                    return rank, self._channels[rank].recv()
+                except (EOFError, OSError):
+                    pass
+            raise RanksLost(self._death(rank))
+        return None
+
+    def _death(self, rank: int) -> str:
+        process = self.processes[rank]
+        process.join(1.0)  # its channel may have closed a moment before
+        code = process.exitcode
+        if code is None:
+            return f"rank {rank} has closed its channel"
+        if code >= 0:
+            return f"rank {rank} died with exit code {code}"
+        hint = "; the system does so where memory runs out" if -code == signal.SIGKILL else ""
+        return f"rank {rank} was killed by {signal.Signals(-code).name}{hint}"
+
+
+def _channel() -> tuple[Connection, Connection]:
+    """Both ends of a socket pair. To a rank that does not read a write waits for WRITE_PATIENCE, then fails."""
+    ours, theirs = socket.socketpair()
+    seconds, microseconds = divmod(int(WRITE_PATIENCE * 1_000_000), 1_000_000)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+    return Connection(ours.detach()), Connection(theirs.detach())
+
+
+def _start_deaf(process: Any) -> None:
+    """Start a process that a ^C in the terminal does not reach, not even before it can ignore it by itself."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def in_words(error: BaseException) -> str:
+    """The exception's type and text."""
+    return f"{type(error).__name__}: {error}"
+
+
+# Groups that nobody has ended when the interpreter does: it would wait for their processes.
+_groups: weakref.WeakSet[RankGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    for group in list(_groups):
+        group.kill()

@@ -1,0 +1,149 @@
+"""Tensor parallelism from the engine's side: TensorParallelRunner is to LLMEngine what a ModelRunner is.
+
+Behind it every rank, 0 included, is a child process (rank.py; their group: rank_group.py), so that one which dies or
+hangs takes nothing with it but itself. A step that is not answered in a time that grows with its work has hung. Either
+way the group is in no known state, and RanksLost says so: it is to be rebuilt, and all that stood in its KV pool
+computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.device import DevicePlan
+from engine.model_runner import StepHandle
+from engine.plan_deltas import PlanEncoder
+from engine.rank import RankSetup
+from engine.rank_group import Progress, RankGroup, RanksLost, in_words
+from engine.scheduler import StepPlan
+from models.config import ModelConfig
+
+__all__ = ["RanksLost", "TensorParallelRunner"]
+
+logger = logging.getLogger("pageturn.engine")
+
+# A step may take so many times what the warm-up took for the same number of tokens, and PATIENCE on top.
+_SLOWNESS = 20.0
+PATIENCE = 10.0  # seconds
+_PAIRS_PER_TOKEN = 1024  # attending to so many keys is reckoned as a token more
+_LONGEST_STEP = 3600.0  # seconds; no step is waited for longer, whatever the reckoning says
+
+
+class TensorParallelRunner:
+    """Runs plans on tensor_parallel_size ranks; LLMEngine's Runner. num_blocks: the KV pool's, on every rank.
+
+    Raises ValueError where the model cannot be served so. patience: seconds on top of what a step's work may take.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        model_config: ModelConfig,
+        device: DevicePlan,
+        *,
+        limits: dict[str, int],
+        progress: Progress,
+    ) -> None:
+        if sys.platform == "win32":
+            raise ValueError("tensor_parallel_size above 1 needs Linux or macOS")
+        self.patience = PATIENCE
+        setup = RankSetup(
+            rank=0,
+            size=config.tensor_parallel_size,
+            folder=Path(),
+            config=config,
+            path=path,
+            model_config=model_config,
+            device=device.device.type,
+            dtype=str(device.dtype).removeprefix("torch."),
+            attention_backend=device.attention_backend,
+            block_size=device.block_size,
+            limits=limits,
+        )
+        self._start = lambda: RankGroup(setup.size, lambda rank, folder: replace(setup, rank=rank, folder=folder))
+        self._encoder = PlanEncoder()
+        self._group = self._start()
+        self.num_blocks, self._seconds_per_token = self._group.load(progress)
+        self._sending = False
+        self._seconds_left: float | None = None  # for the step in flight, if there is one
+        self._to_scrub: list[int] = []
+        self._to_release = False
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Send the step of `plan` to every rank. RanksLost as collect()."""
+        if self._sending:
+            raise RanksLost("a command to the ranks was interrupted half-way")
+        if self._seconds_left is not None:
+            # ^C came before its answers; they must not be taken for this step's.
+            self._group.answers(self._seconds_left)
+        seconds = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
+        self._seconds_left = min(seconds, _LONGEST_STEP)
+        self._sending = True
+        self._group.send((self._encoder.encode(plan), self._to_scrub, self._to_release))
+        self._to_scrub, self._to_release = [], False
+        self._sending = False
+        return StepHandle([item.seq for item in plan.items if item.samples], None)
+
+    def collect(self, handle: StepHandle) -> list[int]:
+        """Wait for the step; returns the sampled ids as ModelRunner.collect does.
+
+        Raises the exception that the step ended with, where all ranks are still in step; else RanksLost.
+        """
+        assert self._seconds_left is not None, "collect() comes after launch()"
+        answers = self._group.answers(self._seconds_left)
+        self._seconds_left = None
+        error = next((answer[1] for answer in answers if answer[0] == "failed"), None)
+        if error is None:
+            return answers[0][1]
+        counts = {num_calls for _, _, num_calls in answers}
+        if len(counts) > 1 or None in counts:
+            raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error
+        raise error
+
+    def forget(self, request_id: int) -> None:
+        """Drop what the ranks keep for a request that has ended."""
+        self._encoder.forget(request_id)
+
+    def check_device(self) -> None:
+        """A no-op: a rank whose device is lost says so with its answer, which is RanksLost."""
+
+    def release_buffers(self) -> None:
+        """Let the ranks give back memory that is only kept to save time, before the next step."""
+        self._to_release = True
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Let the ranks overwrite the content of these blocks with zeros before the next step."""
+        self._to_scrub += blocks
+
+    def loss(self) -> RanksLost | None:
+        """A rank that died while nothing ran."""
+        return self._group.loss()
+
+    def rebuild(self, loss: RanksLost, progress: Progress) -> None:
+        """Replace the whole group; every KV block's content is gone, their number stays. Raises as __init__ does."""
+        logger.error("%s; the ranks are started again, and all requests computed again", loss)
+        started = time.monotonic()
+        self._group.kill()
+        self._group = self._start()
+        self._encoder = PlanEncoder()
+        self._sending, self._seconds_left = False, None
+        self._to_scrub, self._to_release = [], False
+        _, self._seconds_per_token = self._group.load(progress, self.num_blocks)
+        progress("ready", 100.0)
+        logger.info("the ranks are back after %.1f s", time.monotonic() - started)
+
+    def exit(self) -> None:
+        """End the ranks; a second call is a no-op."""
+        self._group.end()
+
+
+def _work(plan: StepPlan) -> float:
+    """A step's work in tokens; attention over long contexts counts beside them."""
+    pairs = sum(item.num_tokens * (item.start + item.num_tokens) for item in plan.items)
+    return plan.num_tokens + pairs / _PAIRS_PER_TOKEN

@@ -1,0 +1,108 @@
+"""The ranks die under the engine: every request is computed again and ends with the tokens that it would have had."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from engine import EngineConfig
+from engine.engine_thread import EngineThread
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+from engine.tensor_parallel import RanksLost
+from history_model import EOS, expected_output
+from wired_runner import wired_engine
+
+
+def run(engine: LLMEngine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    order = [engine.add_request(p, SamplingParams(max_tokens=max_tokens)) for p in prompts]
+    got: dict[int, list[int]] = {request_id: [] for request_id in order}
+    ended = set()
+    while not engine.is_finished():
+        for output in engine.step():
+            assert output.request_id not in ended
+            got[output.request_id] += [token for token in output.new_token_ids if token != EOS]
+            if output.finish_reason:
+                assert output.finish_reason in ("stop", "length")
+                ended.add(output.request_id)
+        engine.check_integrity()
+    assert ended == set(order)
+    return [got[request_id] for request_id in order]
+
+
+@pytest.mark.parametrize("in_collect", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_token_is_lost_doubled_or_changed_when_the_ranks_are(seed: int, in_collect: bool) -> None:
+    """Mid-prefill, mid-decode, with cached prefixes that are gone too, and with some preempted already."""
+    rng = random.Random(seed)
+    losses = sorted(rng.sample(range(0, 60, 2), 8))
+    engine, runner = wired_engine(12, 4, losses, in_collect, max_num_batched_tokens=rng.randrange(8, 20))
+    prompts = [[1, 2, 3, 4, 5] * rng.randrange(1, 4) + [rng.randrange(90)] for _ in range(10)]
+    expected = [expected_output(p, 12, 64) for p in prompts]
+    assert run(engine, prompts, 12) == expected
+    assert runner.num_rebuilt == len([n for n in losses if n < len(runner.sizes)]) > 1
+    assert run(engine, prompts, 12) == expected  # what is cached by now is right, too
+
+
+def test_what_was_cached_before_the_loss_is_not_found_after_it() -> None:
+    engine, runner = wired_engine(32, 4)
+    prompt = list(range(20))
+    run(engine, [prompt], 4)
+    assert engine.blocks.num_cached > 0
+    runner.loss = lambda: RanksLost("rank 1 died") if not runner.num_rebuilt else None  # type: ignore[method-assign]
+    engine.watch()
+    assert runner.num_rebuilt == 1
+    assert engine.blocks.num_cached == 0
+    assert run(engine, [prompt], 4) == [expected_output(prompt, 4, 64)]
+
+
+def test_a_pinned_conversation_loses_its_blocks_too_and_is_pinned_again_in_what_it_writes() -> None:
+    engine, runner = wired_engine(32, 4)
+    prompt = list(range(20))
+    engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), owner=7)
+    while not engine.is_finished():
+        engine.step()
+    assert engine.pin(7) == 5
+    runner.loss = lambda: RanksLost("rank 1 died") if not runner.num_rebuilt else None  # type: ignore[method-assign]
+    engine.watch()
+    engine.check_integrity()
+    assert engine.blocks.num_free == 32 and not engine.blocks.pins.num_blocks
+    engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True), owner=7)
+    got = []
+    while not engine.is_finished():
+        got += [token for output in engine.step() for token in output.new_token_ids]
+    assert got[:1] == expected_output(prompt, 1, 64)
+    assert engine.blocks.pins.num_blocks == 5
+
+
+def test_a_second_loss_with_no_step_between_gives_up_with_the_cause() -> None:
+    engine, runner = wired_engine(32, 4, losses=(2, 3))
+    engine.add_request(list(range(9)), SamplingParams(max_tokens=9))
+    with pytest.raises(RanksLost, match="a rank died"):
+        for _ in range(9):
+            engine.step()
+    assert runner.num_rebuilt == 1
+
+
+def test_a_later_loss_is_met_again() -> None:
+    engine, runner = wired_engine(32, 4, losses=(2, 4))
+    assert run(engine, [[1, 2, 3]], 9) == [expected_output([1, 2, 3], 9, 64)]
+    assert runner.num_rebuilt == 2
+
+
+def test_a_server_with_nothing_to_do_replaces_dead_ranks_within_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = wired_engine(32, 4)
+    monkeypatch.setattr("engine.llm_engine.LLMEngine", lambda config, progress: engine)
+    thread = EngineThread(EngineConfig())
+    thread.start()
+    assert thread.wait_until_settled(5)
+    time.sleep(0.1)
+    runner.loss = lambda: RanksLost("rank 1 died") if not runner.num_rebuilt else None  # type: ignore[method-assign]
+    died = time.monotonic()
+    while not runner.num_rebuilt:
+        assert time.monotonic() - died < 2
+        time.sleep(0.01)
+    assert thread.status().ready
+    thread.shutdown()
