@@ -83,7 +83,7 @@ class EngineConfig:
             ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
             ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
             ("quantization", self.quantization, ("auto", "none")),
-            ("attention_backend", self.attention_backend, ("auto", "sdpa")),
+            ("attention_backend", self.attention_backend, ("auto", "sdpa", "triton")),
         ):
             if value not in available:
                 raise ValueError(

@@ -20,6 +20,7 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.layers.attention import attention_layers
 from models.loader import load_model
 
 Progress = Callable[[str, float], None]
@@ -66,6 +67,9 @@ class ModelRunner:
         self._input_ids = self._host_buffer(max_num_tokens, torch.int64)
         self._positions = self._host_buffer(max_num_tokens, torch.int64)
         self._slots = self._host_buffer(max_num_tokens, torch.int64)
+        self._wants_lengths = attention_layers(self.model)[0].backend.wants_device_lengths
+        self._query_start = self._host_buffer(max_num_seqs + 1, torch.int32)
+        self._context_lens = self._host_buffer(max_num_seqs, torch.int32)
         self._tables = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self._rows: dict[int, _TableRow] = {}
         self._free_rows = list(range(max_num_seqs))
@@ -114,6 +118,9 @@ class ModelRunner:
     def warm_up(self, progress: Progress) -> None:
         """Run dummy steps of the shapes that serving meets first, against block 0, whose content is then
         overwritten by whoever allocates it."""
+        layer = attention_layers(self.model)[0]
+        assert layer.k_cache is not None and layer.v_cache is not None, "allocate_kv_cache comes before warm_up"
+        layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache)
         sizes = [n for n in (1, 16, 256) if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))
@@ -193,7 +200,17 @@ class ModelRunner:
             logits_indices=self._to_device(torch.tensor(logits_indices, dtype=torch.int64)),
             scratch={},
         )
+        if self._wants_lengths:
+            self._add_device_lengths(batch)
         return batch, sampled
+
+    def _add_device_lengths(self, batch: ForwardBatch) -> None:
+        count = len(batch.query_lens)
+        query_start, context_lens = self._query_start[: count + 1], self._context_lens[:count]
+        np.cumsum(batch.query_lens, dtype=np.int32, out=query_start.numpy()[1:])
+        context_lens.numpy()[:] = batch.context_lens
+        batch.query_start = self._to_device(query_start)
+        batch.context_lens_tensor = self._to_device(context_lens)
 
     def _table_row(self, seq: Sequence) -> int:
         """The persistent block-table row of seq, brought up to date by what was added since the last step."""

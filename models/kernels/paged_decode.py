@@ -109,9 +109,7 @@ def _tile(dim: int, element_size: int) -> tuple[int, int]:
     return max(16, min(128, 16384 // (dim * element_size))), 3
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["context_lens", "block_tables"]
-)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["context_lens", "block_tables"])
 def _paged_decode(
     q,
     k_cache,
@@ -163,9 +161,7 @@ def _paged_decode(
         whole = start + (end - start) // BLOCK_N * BLOCK_N
 
     inside = valid[:, None] & (dim < DIM)[None, :]
-    queries = tl.load(
-        q + seq * q_row_stride + (head * q_head_stride)[:, None] + dim[None, :], mask=inside, other=0.0
-    )
+    queries = tl.load(q + seq * q_row_stride + (head * q_head_stride)[:, None] + dim[None, :], mask=inside, other=0.0)
     position = tl.zeros([BLOCK_M], dtype=tl.int32) + (context - 1)
     table = block_tables + seq * table_stride
     k_head = k_cache + kv_head * DIM

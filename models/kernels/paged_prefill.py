@@ -16,6 +16,9 @@ from torch import Tensor
 
 from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, choose_splits
 
+# Rows (query, head) of a chunk, one number for each tile that _tile chooses.
+WARM_UP_ROWS = (16, 64, 128)
+
 
 def paged_prefill(
     q: Tensor,

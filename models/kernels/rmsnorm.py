@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] contiguous, weight [N] -> x / sqrt(mean(x^2) + eps) * weight, in x's dtype, computed in fp32."""
+    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight, in x's dtype, computed in fp32."""
+    x = x.contiguous()
     out = torch.empty_like(x)
     _launch(x, x, weight, out, out, eps, adds=False)
     return out
@@ -32,9 +33,7 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
     return normed.to(x.dtype), total.to(x.dtype)
 
 
-def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool
-) -> None:
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool) -> None:
     size = weight.shape[0]
     assert x.shape[-1] == size and x.is_contiguous() and residual.is_contiguous()
     rows = x.numel() // size

@@ -46,6 +46,10 @@ class AttentionBackend(ABC):
         queries, of keys, eps) are given, and rotates them by rope's (cos, sin), all fused with the cache write."""
         raise NotImplementedError(f"attention backend {self.name!r} has no forward_qkv")
 
+    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Called once the cache is bound, with one layer's: compiles what serving would otherwise wait for."""
+        return
+
 
 class Attention(nn.Module):
     """Holds one layer's views of the KV cache, which the model runner binds, and calls the backend."""
@@ -78,9 +82,14 @@ class Attention(nn.Module):
         return self.backend.forward_qkv(qkv, norms, rope, self.k_cache, self.v_cache, self.scale, batch)
 
 
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """The model's, in order."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 def bind_kv_cache(model: nn.Module, kv: Tensor) -> None:
     """Gives each Attention of the model, in order, its layer of kv [layers, 2, num_blocks, block_size, Hkv, D]."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = attention_layers(model)
     if len(layers) != kv.shape[0]:
         raise ValueError(f"the KV cache has {kv.shape[0]} layers, the model {len(layers)}")
     for layer, (k_cache, v_cache) in zip(layers, kv, strict=True):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import kernels
 from models.int4 import Int4Matrix, dense
 from models.layers.packed import (
     INT4_MAX_ROWS,
@@ -161,11 +162,16 @@ class GateUpLinear(MergedLinear):
                  tp_rank: int = 0, tp_size: int = 1) -> None:  # fmt: skip
         sizes = {"gate_proj": intermediate, "up_proj": intermediate}
         super().__init__(hidden, sizes, bias, dtype, device, tp_rank, tp_size)
+        kernel = kernels.load("silu_mul", device)
+        self._silu_mul = kernel.silu_mul if kernel is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed_halves is not None and (self.int4 is None or x.shape[0] > INT4_MAX_ROWS):
             return packed_silu_mul(x, *self.packed_halves)
-        gate, up = super().forward(x).chunk(2, dim=-1)
+        gate_up = super().forward(x)
+        if self._silu_mul is not None:
+            return self._silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def pack_dense(self) -> None:

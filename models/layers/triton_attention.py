@@ -17,7 +17,7 @@ from torch import Tensor
 from models.batch import ForwardBatch
 from models.kernels.paged_decode import paged_decode
 from models.kernels.paged_keys import Partials, choose_splits
-from models.kernels.paged_prefill import paged_prefill
+from models.kernels.paged_prefill import WARM_UP_ROWS, paged_prefill
 from models.kernels.rope_cache import rope_cache
 from models.layers.attention import AttentionBackend
 
@@ -75,6 +75,24 @@ class TritonBackend(AttentionBackend):
             eps=eps,
         )
         return self._attend(q, k_cache, v_cache, scale, batch)
+
+    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
+        block_size, kv_heads, dim = k_cache.shape[1:]
+        group, device = num_heads // kv_heads, k_cache.device
+        for rows in WARM_UP_ROWS:
+            tokens = max(1, rows // group)
+            q = torch.zeros(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
+            out = torch.empty_like(q)
+            lens = torch.tensor([tokens], dtype=torch.int32, device=device)
+            start = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+            table = torch.zeros(1, -(-8192 // block_size), dtype=torch.int32, device=device)
+            for processors in (0, _processors(device)):
+                paged_prefill(q, k_cache, v_cache, start, lens, table, 1.0, out=out, window=self._window,
+                              processors=processors)  # fmt: skip
+            for partials in (None, Partials.empty(1, num_heads, 2, dim, device)):
+                paged_decode(q[:1], k_cache, v_cache, lens, table, 1.0, out=out[:1], partials=partials,
+                             window=self._window)  # fmt: skip
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch) -> Tensor:
         """q [T, Hq, D] over the cache, which holds the step's own keys and values -> [T, Hq * D]."""
