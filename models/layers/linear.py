@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,7 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
+    gemv: ModuleType | None = None  # models.kernels.gemv, where it computes products of few rows
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +85,8 @@ class Linear(nn.Module):
             return int4_linear(x, self.int4, self.bias)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
+        if self.gemv is not None and 0 < x.shape[0] <= self.gemv.MAX_ROWS:
+            return self.gemv.gemv(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
@@ -97,6 +101,8 @@ class Linear(nn.Module):
         self._int4_rows = []
         if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
             self.int4 = pack_int4(Int4Matrix.stack(loaded))
+        if self.weight.dtype != torch.float32:
+            self.gemv = kernels.load("gemv", self.weight.device)
         if can_pack(self.weight):
             self.pack_dense()
             self.release_weight()
