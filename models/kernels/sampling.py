@@ -67,7 +67,7 @@ def sample(logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tens
 
 
 def reference(logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, token_hash: Tensor) -> Tensor:
-    key = _mix64((streams + positions))
+    key = _mix64(streams + positions)
     high, low = _logical_shift(key, 32), key & 0xFFFFFFFF
     x = token_hash.long() & 0xFFFFFFFF ^ high[:, None]
     x ^= x >> 16

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +72,8 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
-    gemv: ModuleType | None = None  # models.kernels.gemv, where it computes products of few rows
+    gemv: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # the kernel for products of up to gemv_rows rows
+    gemv_rows: int = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ class Linear(nn.Module):
             return int4_linear(x, self.int4, self.bias)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
-        if self.gemv is not None and 0 < x.shape[0] <= self.gemv.MAX_ROWS:
-            return self.gemv.gemv(x, self.weight, self.bias)
+        if 0 < x.shape[0] <= self.gemv_rows:
+            return self.gemv(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
@@ -101,8 +101,9 @@ class Linear(nn.Module):
         self._int4_rows = []
         if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
             self.int4 = pack_int4(Int4Matrix.stack(loaded))
-        if self.weight.dtype != torch.float32:
-            self.gemv = kernels.load("gemv", self.weight.device)
+        kernel = kernels.load("gemv", self.weight.device) if self.weight.dtype != torch.float32 else None
+        if kernel is not None:
+            self.gemv, self.gemv_rows = kernel.gemv, kernel.MAX_ROWS
         if can_pack(self.weight):
             self.pack_dense()
             self.release_weight()
