@@ -1,7 +1,7 @@
 """The Triton kernels against their plain-PyTorch references in fp32, over random ragged shapes.
 
 Collected by test_kernels.py on a CUDA card, in bf16, fp16 and fp32, and run by test_kernels_interpreted.py on a CPU
-in Triton's interpreter, in fp16 and fp32 (its bf16 products are wrong).
+in Triton's interpreter, in fp16 and fp32 (its bf16 products are wrong) and at small sizes: a tile takes it 10 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from models.layers.triton_attention import TritonBackend
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_CARD else [torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_CARD else [torch.float32]
+ELEMENTWISE_DTYPES = DTYPES if ON_CARD else [torch.float16, torch.float32]
 # Inputs are rounded to the type before both sides see them; what remains is the rounding of attention's weights and
 # of the result, values being of order 1.
 TOLERANCE = {
@@ -33,24 +34,25 @@ TOLERANCE = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-5},
 }
 # heads, KV heads, head_dim, block size
-SHAPES = [
-    (4, 2, 64, 16),
-    (9, 3, 64, 32),
-    (4, 4, 96, 64),
-    (16, 8, 128, 16),
-    (16, 1, 128, 128),
-    (6, 2, 256, 256),
-    (4, 2, 16, 12),
-]
+SHAPES = [(4, 2, 64, 16), (3, 1, 96, 32), (16, 1, 128, 128), (2, 1, 256, 64), (4, 2, 16, 12)]
+if ON_CARD:
+    SHAPES += [(9, 3, 64, 32), (4, 4, 96, 64), (16, 8, 128, 16), (6, 2, 256, 256), (32, 8, 128, 16)]
+# What split walks are split for: on a card as far as they can be.
+PROCESSORS = 10_000 if ON_CARD else 40
 
 
 @pytest.fixture(autouse=True)
-def exact_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_reference() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=ELEMENTWISE_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def any_dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
@@ -107,7 +109,7 @@ class Pages:
 
 def ragged(seed: int, count: int, cached: int, new: int) -> list[tuple[int, int]]:
     rng = random.Random(seed)
-    scale = 12 if ON_CARD else 1
+    scale = 20 if ON_CARD else 1
     return [(rng.choice([0, rng.randrange(cached * scale)]), rng.randint(1, new * scale)) for _ in range(count)]
 
 
@@ -118,28 +120,28 @@ def ragged(seed: int, count: int, cached: int, new: int) -> list[tuple[int, int]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_behind_prefixes(shape: tuple, split: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    lengths = [*ragged(sum(shape), 4, 150, 70), (0, 1), (shape[3], 0), (shape[3] * 2 - 1, 2)]
+    lengths = [*ragged(sum(shape), 3, 100, 40), (0, 1), (shape[3], 0), (shape[3] * 2 - 1, 2)]
     # A wide table is what a long sequence, and a captured graph, has; split walks are for those.
     pages = Pages(lengths, shape, dtype, width=4096 // shape[3] if split else 0)
     paged_prefill.paged_prefill(
         pages.q, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale,
-        out=pages.out, processors=10_000 if split else 0,
+        out=pages.out, processors=PROCESSORS if split else 0,
     )  # fmt: skip
     close(pages.out, pages.expected())
 
 
-@pytest.mark.parametrize("window", [1, 20, 64, 1000])
+@pytest.mark.parametrize("window", [1, 20, 1000])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_a_sliding_window_hides_what_is_further_back(window: int, split: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     shape = (4, 2, 64, 16)
-    pages = Pages(ragged(window, 3, 150, 70), shape, dtype, width=256)
+    pages = Pages(ragged(window, 2, 150, 40), shape, dtype, width=256)
     paged_prefill.paged_prefill(
         pages.q, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale,
-        out=pages.out, window=window, processors=10_000 if split else 0,
+        out=pages.out, window=window, processors=PROCESSORS if split else 0,
     )  # fmt: skip
     close(pages.out, pages.expected(window))
-    decodes = Pages([(cached, 1) for cached, _ in ragged(window, 4, 200, 1)], shape, dtype)
+    decodes = Pages([(cached, 1) for cached, _ in ragged(window, 4, 150, 1)], shape, dtype)
     partials = paged_keys.Partials.empty(4, 4, 4, 64, DEVICE) if split else None
     paged_decode.paged_decode(
         decodes.q, decodes.k_cache, decodes.v_cache, decodes.context_lens, decodes.tables, decodes.scale,
@@ -148,12 +150,12 @@ def test_a_sliding_window_hides_what_is_further_back(window: int, split: bool, d
     close(decodes.out, decodes.expected(window))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 32])
+@pytest.mark.parametrize("splits", [1, 4, 32] if ON_CARD else [1, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decodes_of_many_lengths(shape: tuple, splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     size = shape[3]
-    cached = [0, 1, size - 1, size, 2 * size - 1, *(c for c, _ in ragged(sum(shape), 4, 300, 1))]
+    cached = [0, 1, size - 1, size, 2 * size - 1, *(c for c, _ in ragged(sum(shape), 2, 300, 1))]
     pages = Pages([(c, 1) for c in cached], shape, dtype, width=64)
     partials = paged_keys.Partials.empty(len(cached), shape[0], splits, shape[2], DEVICE)
     partials.values.fill_(torch.nan)
@@ -262,7 +264,7 @@ def test_the_backend_takes_the_fused_projection_as_it_comes(norms: bool, dtype: 
 
 def test_every_form_is_compiled_by_the_warm_up(dtype: torch.dtype) -> None:
     """It must run on a pool of a single block, whatever the block size."""
-    for shape in SHAPES:
+    for shape in SHAPES if ON_CARD else SHAPES[-1:]:
         cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
         TritonBackend().warm_up(shape[0], cache, cache)
 
@@ -280,15 +282,15 @@ def angles(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotary_and_the_cache_write(shape: tuple, norms: bool, dtype: torch.dtype) -> None:
+def test_rotary_and_the_cache_write(shape: tuple, norms: bool, any_dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     heads, kv_heads, dim, size = shape
-    rows = 13
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype).to(DEVICE)
-    cos, sin, (q_weight, k_weight) = angles(rows, dim, dtype)
-    slots = torch.randperm(3 * size)[:rows].to(DEVICE)
+    rows = 300 if ON_CARD else 6
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(any_dtype).to(DEVICE)
+    cos, sin, (q_weight, k_weight) = angles(rows, dim, any_dtype)
+    slots = torch.randperm(30 * size)[:rows].to(DEVICE)
     slots[4] = -1  # padding: it has a row, but no place in the cache
-    caches = [torch.randn(3, size, kv_heads, dim).to(dtype).to(DEVICE) for _ in range(2)]
+    caches = [torch.randn(30, size, kv_heads, dim).to(any_dtype).to(DEVICE) for _ in range(2)]
     expected_caches = [cache.clone() for cache in caches]
     options = {"q_weight": q_weight, "k_weight": k_weight, "eps": 1e-6} if norms else {}
     before = qkv.clone()
@@ -299,12 +301,12 @@ def test_rotary_and_the_cache_write(shape: tuple, norms: bool, dtype: torch.dtyp
     assert torch.equal(qkv, before)
 
 
-@pytest.mark.parametrize("size", [64, 576, 1024, 4096])
+@pytest.mark.parametrize("size", [64, 576, 4096])
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_rmsnorm_alone_and_with_the_residual(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rmsnorm_alone_and_with_the_residual(rows: int, size: int, any_dtype: torch.dtype) -> None:
     torch.manual_seed(9)
-    x, residual = ((torch.randn(rows, size) * 3).to(dtype).to(DEVICE) for _ in range(2))
-    weight = (torch.rand(size) + 0.5).to(dtype).to(DEVICE)
+    x, residual = ((torch.randn(rows, size) * 3).to(any_dtype).to(DEVICE) for _ in range(2))
+    weight = (torch.rand(size) + 0.5).to(any_dtype).to(DEVICE)
     close(rmsnorm.rmsnorm(x, weight, 1e-5), rmsnorm.reference(x, None, weight, 1e-5)[0])
     before = x.clone(), residual.clone()
     for got, expected in zip(
@@ -316,21 +318,21 @@ def test_rmsnorm_alone_and_with_the_residual(rows: int, size: int, dtype: torch.
 
 @pytest.mark.parametrize("size", [2, 160, 1536, 3072])
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_silu_mul(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
     torch.manual_seed(10)
-    gate_up = (torch.randn(rows, 2 * size) * 4).to(dtype).to(DEVICE)
+    gate_up = (torch.randn(rows, 2 * size) * 4).to(any_dtype).to(DEVICE)
     close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(5, 64), (96, 576), (64, 1024), (37, 3072)], ids=str)
-def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(5, 64), (16, 576), (37, 3072)], ids=str)
+def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, any_dtype: torch.dtype) -> None:
     torch.manual_seed(12)
     outputs, columns = shape
-    x = torch.randn(rows, columns).to(dtype).to(DEVICE)
-    weight = (torch.randn(shape) * columns**-0.5).to(dtype).to(DEVICE)
-    shift = torch.randn(outputs).to(dtype).to(DEVICE) if bias else None
+    x = torch.randn(rows, columns).to(any_dtype).to(DEVICE)
+    weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
+    shift = torch.randn(outputs).to(any_dtype).to(DEVICE) if bias else None
     close(gemv.gemv(x, weight, shift), gemv.reference(x, weight, shift))
 
 
@@ -351,10 +353,10 @@ def draw_inputs(
     )
 
 
-@pytest.mark.parametrize("vocab_size", [7, 512, 2048, 5000, 49_152])
+@pytest.mark.parametrize("vocab_size", [7, 2048, 5000, 151_936] if ON_CARD else [7, 2048, 5000])
 def test_draws_are_those_of_the_sampler_on_a_cpu(vocab_size: int) -> None:
     torch.manual_seed(13)
-    rows = 2 * (20 if ON_CARD else 4)
+    rows = 200 if ON_CARD else 8
     seeds = [random.Random(row).randrange(2**63) for row in range(rows)]
     temperatures = [(0.0, 0.3, 1.0, 5.0)[row % 4] for row in range(rows)]
     positions = [1 + 37 * row for row in range(rows)]
@@ -400,7 +402,7 @@ def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(
 
     folder: Path = request.getfixturevalue(kind)
     rng = random.Random(11)
-    prompts = [[rng.randrange(512) for _ in range(count)] for count in (1, 9, 30)]
+    prompts = [[rng.randrange(512) for _ in range(count)] for count in (1, 5, 14)]
     ours = load_model(folder, read_config(folder), dtype=torch.float32, attention_backend="triton")
-    got = PagedRunner(ours, scatter=True, last_only=True).greedy(prompts, 8, chunk=12)
+    got = PagedRunner(ours, scatter=True, last_only=True).greedy(prompts, 4, chunk=8)
     assert_greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), prompts, got)

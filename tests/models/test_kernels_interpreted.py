@@ -20,4 +20,4 @@ def test_the_kernels_equal_their_references() -> None:
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed and int(passed[1]) > 100, ran.stdout[-2000:]
+    assert passed and int(passed[1]) > 60, ran.stdout[-2000:]
