@@ -7,6 +7,9 @@ Arguments that change from step to step are not specialized on (their being 1, o
 alignment): each new combination would be compiled in the middle of serving.
 """
 
+# How a kernel is launched is beyond the type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import math
