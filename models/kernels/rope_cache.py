@@ -149,8 +149,9 @@ def _rope_cache(
                 source = row + (Q_HEADS + KV_HEADS) * DIM + head * DIM + lane
                 target = v_cache + slot * (KV_HEADS * DIM) + head * DIM + lane
                 inside = (head < KV_HEADS) & in_half
-                first = tl.load(source, mask=inside, other=0.0)
-                second = tl.load(source + HALF, mask=inside, other=0.0)
+                # In fp32 for no other reason than that both branches must give their variables the same type.
+                first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+                second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
                 tl.store(target, first.to(v_cache.dtype.element_ty), mask=inside)
                 tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=inside)
 
