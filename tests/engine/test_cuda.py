@@ -67,8 +67,13 @@ def test_preempted_requests_on_the_card_lose_no_token(tiny_llama: Path, backend:
     assert tight.stats()["preemptions"] > 0
 
 
-def test_seeded_sampling_is_the_same_on_card_and_cpu(tiny_llama: Path) -> None:
-    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, repetition_penalty=1.1, seed=3, max_tokens=40)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"repetition_penalty": 1.1}, {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}],
+    ids=["by the kernel", "by the kernel, penalized", "truncated"],
+)
+def test_seeded_sampling_is_the_same_on_card_and_cpu(tiny_llama: Path, settings: dict) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, **settings)
     tokens = [
         [out.token_ids for out in LLM(tiny_llama, device=device, dtype="float32").generate(prompts(4), params)]
         for device in ("cuda", "cpu")
@@ -95,9 +100,7 @@ def test_triton_serves_blocks_of_any_size(tiny_qwen3: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_qwen3"])
-def test_bf16_logits_with_triton_are_as_near_to_fp32_as_with_sdpa(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_bf16_logits_with_triton_are_as_near_to_fp32_as_with_sdpa(kind: str, request: pytest.FixtureRequest) -> None:
     """The fused kernels round less often than the operations they replace, never more."""
     from models.batch import ForwardBatch
     from models.loader import load_model, read_config

@@ -388,21 +388,46 @@ def test_a_row_of_unusable_logits_has_no_token_and_its_neighbours_do() -> None:
 
 # ---------------------------------------------------------------------- whole models
 
+interpreted = pytest.mark.skipif(ON_CARD, reason="tests/engine/test_cuda.py does this with real cards and sizes")
 
-@pytest.mark.skipif(ON_CARD, reason="tests/engine/test_cuda.py does this with the whole engine")
-@pytest.mark.parametrize("kind", ["tiny_llama", "tiny_qwen3"])
-def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+
+def few_prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(512) for _ in range(count)] for count in (1, 9, 5)]
+
+
+def check_greedy(folder: Path, replies: list[list[int]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from models.loader import load_model, read_config
     from reference import assert_greedy
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert_greedy(reference, few_prompts(), replies)
+
+
+@interpreted
+def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(tiny_qwen3: Path) -> None:
+    from models.loader import load_model, read_config
     from tests.models.paged import PagedRunner
 
-    folder: Path = request.getfixturevalue(kind)
-    rng = random.Random(11)
-    prompts = [[rng.randrange(512) for _ in range(count)] for count in (1, 5, 14)]
-    ours = load_model(folder, read_config(folder), dtype=torch.float32, attention_backend="triton")
-    got = PagedRunner(ours, scatter=True, last_only=True).greedy(prompts, 4, chunk=8)
-    assert_greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), prompts, got)
+    model = load_model(tiny_qwen3, read_config(tiny_qwen3), dtype=torch.float32, attention_backend="triton")
+    runner = PagedRunner(model, scatter=True, last_only=True)
+    check_greedy(tiny_qwen3, runner.greedy(few_prompts(), 3, chunk=6))
+
+
+@interpreted
+def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths on the device, block tables that grow, decodes beside chunks, the draw by the kernel."""
+    from engine import LLM
+    from engine.device import DeviceManager
+    from engine.model_runner import ModelRunner
+
+    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)  # 256 tokens are many here
+    llm = LLM(
+        tiny_llama, device="cpu", dtype="float32", kvcache_block_size=4, num_kvcache_blocks=32,
+        max_num_seqs=4, max_num_batched_tokens=8,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
+    llm.exit()
