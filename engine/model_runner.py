@@ -25,6 +25,9 @@ from models.loader import load_model
 
 Progress = Callable[[str, float], None]
 
+# Tokens of the dummy steps. On a card each count of few rows has a kernel of its own, compiled at its first use.
+_WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
+
 
 @dataclass(slots=True)
 class StepHandle:
@@ -121,7 +124,9 @@ class ModelRunner:
         layer = attention_layers(self.model)[0]
         assert layer.k_cache is not None and layer.v_cache is not None, "allocate_kv_cache comes before warm_up"
         layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache)
-        sizes = [n for n in (1, 16, 256) if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
+        self.sampler.warm_up()
+        wanted = _WARM_UP_TOKENS[self.device.device.type]
+        sizes = [n for n in wanted if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))
             ids = torch.zeros(size, dtype=torch.int64, device=self.device.device)

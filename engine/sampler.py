@@ -174,6 +174,12 @@ class Sampler:
                 tokens[group.rows] = chosen
         return tokens.masked_fill_(~usable, BAD_TOKEN)
 
+    def warm_up(self) -> None:
+        """Draw once from even logits, so that the first request does not wait for kernels to be compiled."""
+        row = SamplingRow(-1, SamplingParams(), 0, 0, (), ())
+        self(torch.zeros(1, self.vocab_size, device=self.device), self.prepare([row]))
+        self.forget(-1)
+
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended; an unknown id is a no-op."""
         self._history.forget(request_id)
