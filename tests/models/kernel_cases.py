@@ -262,6 +262,28 @@ def test_the_backend_takes_the_fused_projection_as_it_comes(norms: bool, dtype: 
     close(got.view(pages.q.shape), pages.expected())
 
 
+def test_padding_rows_of_a_captured_decode_step_change_nothing(dtype: torch.dtype) -> None:
+    """A graph for four decodes replayed with two: the others have no tokens and no slot, and their tables are old."""
+    torch.manual_seed(14)
+    pages = Pages([(40, 1), (16, 1), (5, 1), (70, 1)], (4, 2, 64, 16), dtype)
+    cos, sin, weights = angles(4, 64, dtype)
+    qkv = torch.randn(4, 8 * 64).to(dtype).to(DEVICE)
+    outs, caches = [], []
+    for used in (4, 2):
+        batch = batch_of(pages, 4, True)
+        batch.slot_mapping[used:] = -1
+        batch.context_lens_tensor = pages.context_lens.clone()
+        batch.context_lens_tensor[used:] = 0
+        caches.append((pages.k_cache.clone(), pages.v_cache.clone()))
+        norms = (weights[0], weights[1], 1e-6)
+        outs.append(TritonBackend().forward_qkv(qkv, norms, (cos, sin), *caches[-1], pages.scale, batch))
+    assert torch.equal(outs[0][:2], outs[1][:2])
+    assert not outs[1][2:].any()
+    kept = pages.slot_mapping()[2:]
+    for before, after in zip((pages.k_cache, pages.v_cache), caches[1], strict=True):
+        assert torch.equal(before.view(-1, 128)[kept], after.view(-1, 128)[kept])
+
+
 def test_every_form_is_compiled_by_the_warm_up(dtype: torch.dtype) -> None:
     """It must run on a pool of a single block, whatever the block size."""
     for shape in SHAPES if ON_CARD else SHAPES[-1:]:
