@@ -101,7 +101,7 @@ class SamplingBatch:
     penalized: PenaltyRows | None
     penalized_ids: list[int]
     penalized_index: list[int]
-    race: tuple[Tensor, Tensor, Tensor] | None = None
+    race: tuple[Tensor, Tensor, Tensor] | None
 
     @property
     def all_greedy(self) -> bool:
