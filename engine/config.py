@@ -85,7 +85,7 @@ class EngineConfig:
         for name, value, available in (
             ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
             ("quantization", self.quantization, ("auto", "none")),
-            ("attention_backend", self.attention_backend, ("auto", "sdpa")),
+            ("attention_backend", self.attention_backend, ("auto", "sdpa", "triton")),
         ):
             if value not in available:
                 raise ValueError(

@@ -14,12 +14,13 @@ import torch
 
 from engine import host_memory
 from engine.config import EngineConfig
+from models import kernels
 
 logger = logging.getLogger("pageturn.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_POOL_LIMIT = 2 * 2**30
-_BLOCK_SIZES = {"sdpa": 16}  # tokens; what each attention backend prefers
+_BLOCK_SIZES = {"sdpa": 16, "triton": 16}  # tokens; what each attention backend prefers
 _BF16_CAPABILITY = (8, 0)  # Ampere, the first CUDA architecture with bfloat16 units
 
 
@@ -57,6 +58,10 @@ class Probe:
         if torch.version.cuda is None and torch.version.hip is None:
             return f"this torch ({torch.__version__}) is built without CUDA"
         return f"torch {torch.__version__} finds no usable CUDA card"
+
+    def why_no_triton(self) -> str | None:
+        """What keeps the Triton kernels from running on the card; None where they run."""
+        return kernels.why_unusable("cuda")
 
     def cpu_bf16(self) -> str | None:
         """The instructions with which this CPU multiplies bfloat16 natively, None where it does not.
@@ -99,7 +104,7 @@ class DeviceManager:
         self._reasons = []
         device = self._device()
         dtype = self._dtype(device)
-        backend = self._attention_backend()
+        backend = self._attention_backend(device)
         block_size = self._block_size(backend)
         for reason in self._reasons:
             logger.info("%s", reason)
@@ -180,13 +185,27 @@ class DeviceManager:
         self._because(f"dtype: {auto} (auto: {why})" if asked == "auto" else f"dtype: {asked} (asked for)")
         return _DTYPES[auto if asked == "auto" else asked]
 
-    def _attention_backend(self) -> str:
+    def _attention_backend(self, device: torch.device) -> str:
         asked = self._config.attention_backend
-        if asked != "auto":
-            self._because(f"attention: {asked} (asked for)")
+        if asked == "sdpa":
+            self._because("attention: sdpa (asked for)")
             return asked
-        self._because("attention: sdpa (auto: runs on every device without a compiler)")
-        return "sdpa"
+        if device.type != "cuda":
+            if asked == "triton":
+                raise ValueError(
+                    "attention_backend='triton' needs a CUDA card, but the device is a CPU; use 'sdpa' or 'auto'"
+                )
+            self._because("attention: sdpa (auto: the one for a CPU)")
+            return "sdpa"
+        missing = self._probe.why_no_triton()
+        if missing and asked == "triton":
+            raise ValueError(f"attention_backend='triton' was asked for, but {missing}; use 'sdpa' or 'auto'")
+        if missing:
+            self._because(f"attention: sdpa (auto: {missing})")
+            return "sdpa"
+        why = "asked for" if asked == "triton" else "auto: its kernels run on this card"
+        self._because(f"attention: triton ({why})")
+        return "triton"
 
     def _block_size(self, backend: str) -> int:
         asked = self._config.kvcache_block_size

@@ -20,10 +20,13 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from models.batch import ForwardBatch
 from models.config import ModelConfig
-from models.layers.attention import Attention
+from models.layers.attention import attention_layers
 from models.loader import load_model
 
 Progress = Callable[[str, float], None]
+
+# Tokens of the dummy steps. On a card each count of few rows has a kernel of its own, compiled at its first use.
+_WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
 
 
 @dataclass(slots=True)
@@ -73,6 +76,9 @@ class ModelRunner:
         self._input_ids = self._host_buffer(max_num_tokens, torch.int64)
         self._positions = self._host_buffer(max_num_tokens, torch.int64)
         self._slots = self._host_buffer(max_num_tokens, torch.int64)
+        self._wants_lengths = attention_layers(self.model)[0].backend.wants_device_lengths
+        self._query_start = self._host_buffer(max_num_seqs + 1, torch.int32)
+        self._context_lens = self._host_buffer(max_num_seqs, torch.int32)
         self._tables = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
         self._rows: dict[int, _TableRow] = {}
         self._free_rows = list(range(max_num_seqs))
@@ -123,7 +129,12 @@ class ModelRunner:
     def warm_up(self, progress: Progress) -> int:
         """Run dummy steps of the shapes that serving meets first, against block 0, whose content is then
         overwritten by whoever allocates it. Returns how many tokens they were."""
-        sizes = [n for n in (1, 16, 256) if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
+        layer = attention_layers(self.model)[0]
+        assert layer.k_cache is not None and layer.v_cache is not None, "allocate_kv_cache comes before warm_up"
+        layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache)
+        self.sampler.warm_up()
+        wanted = _WARM_UP_TOKENS[self.device.device.type]
+        sizes = [n for n in wanted if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
         num_tokens = 0
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))
@@ -160,9 +171,7 @@ class ModelRunner:
 
     def release_buffers(self) -> None:
         """Give back memory that is only kept to save time."""
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                module.backend.release_buffers()
+        attention_layers(self.model)[0].backend.release_buffers()
         if self.device.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -225,7 +234,17 @@ class ModelRunner:
             logits_indices=self._to_device(torch.tensor(logits_indices, dtype=torch.int64)),
             scratch={},
         )
+        if self._wants_lengths:
+            self._add_device_lengths(batch)
         return batch, sampled
+
+    def _add_device_lengths(self, batch: ForwardBatch) -> None:
+        count = len(batch.query_lens)
+        query_start, context_lens = self._query_start[: count + 1], self._context_lens[:count]
+        np.cumsum(batch.query_lens, dtype=np.int32, out=query_start.numpy()[1:])
+        context_lens.numpy()[:] = batch.context_lens
+        batch.query_start = self._to_device(query_start)
+        batch.context_lens_tensor = self._to_device(context_lens)
 
     def _table_row(self, seq: Sequence) -> int:
         """The persistent block-table row of seq, brought up to date by what was added since the last step."""

@@ -46,14 +46,14 @@ class TokenNoise:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         hashed = mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
-        self._token_hash = torch.from_numpy(hashed).to(device)
+        self.token_hash = torch.from_numpy(hashed).to(device)
 
     def exponential(self, keys: Tensor) -> Tensor:
         """float32 [N, vocabulary] of Exp(1) variates for row keys int32 [N, 2].
 
         They lie in [2**-32, 17] and are fine grained towards zero, the end that decides an exponential race.
         """
-        x = self._token_hash ^ keys[:, :1]
+        x = self.token_hash ^ keys[:, :1]
         x ^= (x >> 16) & 0xFFFF  # a logical shift: torch's keeps the sign
         x *= _int32(0x7FEB352D)
         x += keys[:, 1:]

@@ -28,12 +28,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.noise import TokenNoise, mix64, row_key
 from engine.penalties import PenaltyHistory, PenaltyRows
 from engine.sampling_params import SamplingParams
+from models import kernels
 
 BAD_TOKEN = -1  # stands where a row's logits are unusable: NaN, +inf, or nothing but -inf
 _SMALL_TOP_K = 1024  # up to here finding the k-th largest logit is cheaper than further rounds
@@ -87,6 +89,8 @@ class SamplingBatch:
     streams      of the R seeds, for the row keys
     keys         int32 [R, 2], this step's noise; None where every row is greedy
     drawn        blocks of rows to draw, those without and those with truncations apart; the rest is greedy
+    race         (temperature float32 [R], 0 where greedy; streams int64 [R]; positions int64 [R], this step's) for the
+                 kernel that draws them all at once; None where there is none or a row is truncated
     penalized    rows with penalties; their request ids; their indices
     """
 
@@ -97,6 +101,7 @@ class SamplingBatch:
     penalized: PenaltyRows | None
     penalized_ids: list[int]
     penalized_index: list[int]
+    race: tuple[Tensor, Tensor, Tensor] | None
 
     @property
     def all_greedy(self) -> bool:
@@ -121,6 +126,7 @@ class Sampler:
         self._noise = TokenNoise(vocab_size, self.device)
         self._history = PenaltyHistory(self.device)
         self._last: SamplingBatch | None = None
+        self._kernel = kernels.load("sampling", self.device)
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
@@ -129,7 +135,10 @@ class Sampler:
         batch = self._last
         if batch is None or batch.request_ids != request_ids:
             batch = self._last = self._build(rows, request_ids)
-        if not batch.all_greedy:
+        if batch.race is not None:
+            positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=self.device)
+            batch.race = (*batch.race[:2], positions)
+        elif not batch.all_greedy:
             keys = [row_key(stream, row.position) for stream, row in zip(batch.streams, rows, strict=True)]
             batch.keys = torch.tensor(keys, dtype=torch.int32, device=self.device)
         if batch.penalized is not None:
@@ -151,6 +160,8 @@ class Sampler:
             )
         if batch.penalized is not None:
             logits = self._history.apply(logits, batch.penalized, batch.penalized_ids)
+        if batch.race is not None:
+            return self._kernel.sample(logits, *batch.race, self._noise.token_hash)
         best, tokens = logits.max(dim=1, keepdim=True)
         usable = best.isfinite().squeeze(1)
         tokens = tokens.squeeze(1)
@@ -162,6 +173,12 @@ class Sampler:
             else:
                 tokens[group.rows] = chosen
         return tokens.masked_fill_(~usable, BAD_TOKEN)
+
+    def warm_up(self) -> None:
+        """Draw once from even logits, so that the first request does not wait for kernels to be compiled."""
+        row = SamplingRow(-1, SamplingParams(), 0, 0, (), ())
+        self(torch.zeros(1, self.vocab_size, device=self.device), self.prepare([row]))
+        self.forget(-1)
 
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended; an unknown id is a no-op."""
@@ -225,15 +242,23 @@ class Sampler:
                 (truncated if self._truncates(params) else whole).append(i)
             if params.has_penalties:
                 penalized.append(i)
+        streams = [mix64(row.seed) for row in rows]
         return SamplingBatch(
             request_ids=request_ids,
-            streams=[mix64(row.seed) for row in rows],
+            streams=streams,
             keys=None,
             drawn=self._groups(rows, whole) + self._groups(rows, truncated),
             penalized=self._penalty_rows(rows, penalized),
             penalized_ids=[rows[i].request_id for i in penalized],
             penalized_index=penalized,
+            race=self._race(rows, streams) if self._kernel is not None and not truncated else None,
         )
+
+    def _race(self, rows: Sequence[SamplingRow], streams: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """SamplingBatch.race, the positions still to come."""
+        heat = [0.0 if row.params.greedy else max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
+        words = torch.from_numpy(np.array(streams, dtype=np.uint64).view(np.int64)).to(self.device)
+        return self._column(heat).squeeze(1), words, torch.empty_like(words)
 
     def _truncates(self, params: SamplingParams) -> bool:
         return params.top_p < 1.0 or 0 < params.top_k < self.vocab_size or params.min_p > 0.0

@@ -22,6 +22,9 @@ class ForwardBatch:
     num_decodes            sequences 0..num_decodes-1 have one new token and no further prompt to compute
     logits_indices         int64 [R]     rows of the hidden states whose logits the sampler needs
     scratch                dict          what a backend keeps from the step's first layer to its last
+    query_start            int32 [S + 1] first row of each sequence, and T, on the device; None where the backend
+                                         does not want it (AttentionBackend.wants_device_lengths)
+    context_lens_tensor    int32 [S]     context_lens on the device; None likewise
     """
 
     input_ids: torch.Tensor
@@ -35,3 +38,5 @@ class ForwardBatch:
     block_size: int
     logits_indices: torch.Tensor
     scratch: dict
+    query_start: torch.Tensor | None = None
+    context_lens_tensor: torch.Tensor | None = None

@@ -37,14 +37,18 @@ class LlamaAttention(nn.Module):
         )
         self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
         self.attn = Attention(self.num_heads, self.num_kv_heads, config.head_dim, config.head_dim**-0.5, backend)
+        self.norms: tuple[Tensor, Tensor, float] | None = None  # of queries, of keys, eps: for those that have them
+        self.fused = backend.has_forward_qkv
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, rows: Tensor | None = None
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden], or those `rows` of it, int64 [R], where not all are needed."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = self.rotate(qkv, rope)
-        attended = self.attn(q, k, v, batch)
+        qkv = self.qkv_proj(x)
+        if self.fused:
+            attended = self.attn.forward_qkv(qkv, self.norms, rope, batch)
+        else:
+            attended = self.attn(*self.rotate(qkv.view(x.shape[0], -1, self.head_dim), rope), batch)
         return self.all_reduce(self.o_proj(attended if rows is None else attended.index_select(0, rows)))
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ class Qwen3Attention(LlamaAttention):
         dtype, device = place["dtype"], place["device"]
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+        self.norms = self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, heads, head_dim] -> queries and keys, normed and rotated, and values."""

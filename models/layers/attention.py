@@ -13,11 +13,14 @@ class AttentionBackend(ABC):
     """Computes one layer's attention of one step. One object serves all layers.
 
     preferred_block_size is the KV block size, in tokens, to use where the user sets none. What a backend derives
-    from the batch and not from the layer belongs into batch.scratch, under its own name.
+    from the batch and not from the layer belongs into batch.scratch, under its own name. wants_device_lengths asks
+    for the batch's query_start and context_lens_tensor; has_forward_qkv says that there is a forward_qkv.
     """
 
     name: str
     preferred_block_size: int = 16
+    wants_device_lengths: bool = False
+    has_forward_qkv: bool = False
 
     @abstractmethod
     def forward(
@@ -31,6 +34,24 @@ class AttentionBackend(ABC):
 
     def release_buffers(self) -> None:  # noqa: B027  most backends keep none
         """Give back memory that is kept between steps only to save time."""
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """forward() from the projection's output qkv [T, (Hq + 2 * Hkv) * D]: norms the heads, where norms (of
+        queries, of keys, eps) are given, and rotates them by rope's (cos, sin), all fused with the cache write."""
+        raise NotImplementedError(f"attention backend {self.name!r} has no forward_qkv")
+
+    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Called once the cache is bound, with one layer's: compiles what serving would otherwise wait for."""
+        return
 
 
 class Attention(nn.Module):
@@ -52,10 +73,26 @@ class Attention(nn.Module):
         assert self.k_cache is not None and self.v_cache is not None, "bind_kv_cache comes before forward"
         return self.backend.forward(q, k, v, self.k_cache, self.v_cache, self.scale, batch)
 
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """See AttentionBackend.forward_qkv."""
+        assert self.k_cache is not None and self.v_cache is not None, "bind_kv_cache comes before forward"
+        return self.backend.forward_qkv(qkv, norms, rope, self.k_cache, self.v_cache, self.scale, batch)
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """The model's, in order."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
 
 def bind_kv_cache(model: nn.Module, kv: Tensor) -> None:
     """Gives each Attention of the model, in order, its layer of kv [layers, 2, num_blocks, block_size, Hkv, D]."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = attention_layers(model)
     if len(layers) != kv.shape[0]:
         raise ValueError(f"the KV cache has {kv.shape[0]} layers, the model {len(layers)}")
     for layer, (k_cache, v_cache) in zip(layers, kv, strict=True):
@@ -63,9 +100,13 @@ def bind_kv_cache(model: nn.Module, kv: Tensor) -> None:
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name; ValueError for one that does not exist."""
-    if name != "sdpa":
-        raise ValueError(f"attention backend {name!r} is not available; 'sdpa' is")
-    from models.layers.sdpa import SdpaBackend
+    """The backend of that name; ValueError for one that does not exist, ImportError where its package is missing."""
+    if name == "sdpa":
+        from models.layers.sdpa import SdpaBackend
 
-    return SdpaBackend()
+        return SdpaBackend()
+    if name == "triton":
+        from models.layers.triton_attention import TritonBackend
+
+        return TritonBackend()
+    raise ValueError(f"attention backend {name!r} is not available; 'sdpa' and 'triton' are")

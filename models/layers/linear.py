@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import kernels
 from models.int4 import Int4Matrix, dense
 from models.layers.packed import (
     INT4_MAX_ROWS,
@@ -74,6 +75,8 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
+    gemv: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # the kernel for products of up to gemv_rows rows
+    gemv_rows: int = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +88,8 @@ class Linear(nn.Module):
             return int4_linear(x, self.int4, self.bias)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
+        if 0 < x.shape[0] <= self.gemv_rows:
+            return self.gemv(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
@@ -99,6 +104,9 @@ class Linear(nn.Module):
         self._int4_rows = []
         if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
             self.int4 = pack_int4(Int4Matrix.stack(loaded))
+        kernel = kernels.load("gemv", self.weight.device) if self.weight.dtype != torch.float32 else None
+        if kernel is not None:
+            self.gemv, self.gemv_rows = kernel.gemv, kernel.MAX_ROWS
         if can_pack(self.weight):
             self.pack_dense()
             self.release_weight()
@@ -164,11 +172,16 @@ class GateUpLinear(MergedLinear):
                  tp_rank: int = 0, tp_size: int = 1) -> None:  # fmt: skip
         sizes = {"gate_proj": intermediate, "up_proj": intermediate}
         super().__init__(hidden, sizes, bias, dtype, device, tp_rank, tp_size)
+        kernel = kernels.load("silu_mul", device)
+        self._silu_mul = kernel.silu_mul if kernel is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed_halves is not None and (self.int4 is None or x.shape[0] > INT4_MAX_ROWS):
             return packed_silu_mul(x, *self.packed_halves)
-        gate, up = super().forward(x).chunk(2, dim=-1)
+        gate_up = super().forward(x)
+        if self._silu_mul is not None:
+            return self._silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def pack_dense(self) -> None:

@@ -18,8 +18,9 @@ ROOMY = Room(16 * GIB, "MemAvailable")
 class Machine(Probe):
     """A machine made up: `capability` None is one without a card."""
 
-    def __init__(self, capability=None, cpu_bf16=None, card=(70 * GIB, 80 * GIB), host=ROOMY):
+    def __init__(self, capability=None, cpu_bf16=None, card=(70 * GIB, 80 * GIB), host=ROOMY, no_triton=None):
         self._capability, self._cpu_bf16, self._card, self._host = capability, cpu_bf16, card, host
+        self._no_triton = no_triton
 
     def num_cuda_devices(self):
         return 0 if self._capability is None else 1
@@ -38,6 +39,10 @@ class Machine(Probe):
     def why_no_cuda(self):
         return "torch finds no usable CUDA card"
 
+    def why_no_triton(self):
+        assert self._capability is not None, "there is no card to ask"
+        return self._no_triton
+
     def cpu_bf16(self):
         return self._cpu_bf16
 
@@ -47,6 +52,7 @@ class Machine(Probe):
 
 LAPTOP, SERVER = Machine(), Machine(cpu_bf16="avx512_bf16")
 TURING, HOPPER = Machine(capability=(7, 5)), Machine(capability=(9, 0))
+NO_COMPILER = Machine(capability=(9, 0), no_triton="triton fails on this card: RuntimeError: Failed to find C compiler")
 
 
 @pytest.mark.parametrize(
@@ -61,10 +67,10 @@ TURING, HOPPER = Machine(capability=(7, 5)), Machine(capability=(9, 0))
 def test_auto_takes_the_card_if_there_is_one_and_the_fastest_dtype_that_is_native(machine, device, dtype):
     plan = DeviceManager(EngineConfig(), machine).resolve()
     assert (str(plan.device), plan.dtype) == (device, dtype)
-    assert (plan.attention_backend, plan.block_size) == ("sdpa", 16)
+    assert (plan.attention_backend, plan.block_size) == ("triton" if device == "cuda:0" else "sdpa", 16)
 
 
-@pytest.mark.parametrize("machine", [LAPTOP, SERVER, TURING, HOPPER])
+@pytest.mark.parametrize("machine", [LAPTOP, SERVER, TURING, HOPPER, NO_COMPILER])
 def test_every_choice_is_logged_with_its_reason(machine, caplog):
     with caplog.at_level(logging.INFO, logger="pageturn.engine"):
         plan = DeviceManager(EngineConfig(), machine).resolve()
@@ -84,6 +90,21 @@ def test_explicit_settings_are_honoured(machine):
     plan = DeviceManager(config, machine).resolve()
     assert (plan.device.type, plan.dtype, plan.attention_backend, plan.block_size) == ("cpu", torch.float32, "sdpa", 32)
     assert all("asked for" in line for line in plan.reasons)
+
+
+def test_a_card_whose_kernels_do_not_run_serves_with_sdpa_and_says_why():
+    plan = DeviceManager(EngineConfig(), NO_COMPILER).resolve()
+    assert plan.attention_backend == "sdpa"
+    assert "attention: sdpa (auto: triton fails on this card: RuntimeError: Failed to find C compiler)" in plan.reasons
+
+
+def test_triton_that_was_asked_for_is_used_or_refused_in_one_line_that_says_what_to_do():
+    config = EngineConfig(attention_backend="triton")
+    assert DeviceManager(config, HOPPER).resolve().attention_backend == "triton"
+    with pytest.raises(ValueError, match=r"^attention_backend='triton' needs a CUDA card.*use 'sdpa' or 'auto'$"):
+        DeviceManager(config, LAPTOP).resolve()
+    with pytest.raises(ValueError, match=r"^attention_backend='triton' .*Failed to find C compiler; use 'sdpa' or"):
+        DeviceManager(config, NO_COMPILER).resolve()
 
 
 def test_cuda_without_a_card_is_refused_in_one_line_that_says_what_to_do():

@@ -1,0 +1,164 @@
+"""What paged prefill and paged decode share: a walk over a sequence's pages with an online softmax, and the merge of
+partial results where several programs each walked a part (split-KV, as in Flash-Decoding; Dao et al., 2023).
+
+Scores are kept in units of log2: scale carries a factor log2(e), and exp2 is one instruction.
+
+Arguments that change from step to step are not specialized on (their being 1, or divisible by 16, or a pointer's
+alignment): each new combination would be compiled in the middle of serving.
+"""
+
+# How a kernel is launched is beyond the type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+MOST_SPLITS = 32
+
+
+@dataclass(slots=True)
+class Partials:
+    """Results of up to `splits` programs a row, to be merged: values fp32 [rows, heads, splits, D], each normalised
+    over its own keys, and log_sums fp32 [rows, heads, splits], log2 of its sum of exp2(score); -inf: no key."""
+
+    values: Tensor
+    log_sums: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, splits: int, dim: int, device: torch.device) -> Partials:
+        values = torch.empty(rows, heads, splits, dim, dtype=torch.float32, device=device)
+        return cls(values, torch.empty(rows, heads, splits, dtype=torch.float32, device=device))
+
+    @property
+    def splits(self) -> int:
+        return self.values.shape[2]
+
+    def merge(self, out: Tensor) -> None:
+        """out [rows, heads, D] contiguous, filled; 0 where no split has a key."""
+        rows, heads, splits, dim = self.values.shape
+        assert out.is_contiguous() and out.shape == (rows, heads, dim)
+        _merge[(rows * heads,)](
+            self.values,
+            self.log_sums,
+            out,
+            splits,
+            MOST_SPLITS=MOST_SPLITS,
+            DIM=dim,
+            DIM_PADDED=triton.next_power_of_2(dim),
+        )
+
+
+def merge_reference(partials: Partials) -> Tensor:
+    """fp32 [rows, heads, D]."""
+    weights = torch.exp2(partials.log_sums - partials.log_sums.amax(-1, keepdim=True).clamp(min=-1e30))
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    kept = torch.where(weights[..., None] > 0, partials.values, 0.0)  # an empty split's values are not written
+    return (kept * weights[..., None]).sum(2)
+
+
+def choose_splits(programs: int, longest: int, processors: int, *, least_keys: int) -> int:
+    """Into how many parts to cut every sequence's keys: a power of two that gives each of the card's
+    multiprocessors about two programs, with parts of at least least_keys where a sequence has `longest` keys.
+
+    Depends only on sizes that a captured graph fixes, never on the lengths of the moment.
+    """
+    wanted = min(2 * processors // max(programs, 1), longest // least_keys, MOST_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+@triton.jit
+def attend_keys(
+    q,
+    position,
+    total,
+    peak,
+    out,
+    start,
+    end,
+    table,
+    k_head,
+    v_head,
+    scale,
+    TOKEN_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the walk: keys [start, start + BLOCK_N), cut at `end` and at each row's position where CAUSAL.
+
+    q [M, DIM_PADDED]; position int32 [M]; (total, peak) fp32 [M] and out fp32 [M, DIM_PADDED] are the running sum,
+    maximum and weighted values, returned updated. table: the sequence's row of the block table. k_head, v_head:
+    the caches at this KV head.
+    """
+    key = start + tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, DIM_PADDED)
+    if CAUSAL:
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+    else:
+        block = tl.load(table + key // BLOCK_SIZE)
+    # int64: the pool of one layer has more than 2**31 elements on a large card.
+    slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+    at = slot[:, None] * TOKEN_STRIDE + dim[None, :]
+    if CAUSAL:
+        readable = (key < end)[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_head + at, mask=readable, other=0.0)
+        v = tl.load(v_head + at, mask=readable, other=0.0)
+    elif DIM == DIM_PADDED:
+        k = tl.load(k_head + at)
+        v = tl.load(v_head + at)
+    else:
+        k = tl.load(k_head + at, mask=(dim < DIM)[None, :], other=0.0)
+        v = tl.load(v_head + at, mask=(dim < DIM)[None, :], other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAUSAL:
+        seen = (key[None, :] <= position[:, None]) & (key < end)[None, :]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, 1))
+    if CAUSAL:
+        # A row that has seen no key yet would subtract -inf from -inf.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    else:
+        base = new_peak
+    weight = tl.exp2(score - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weight, 1)
+    out = tl.dot(weight.to(v.dtype), v, out * fade[:, None], input_precision=PRECISION)
+    return total, new_peak, out
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge(
+    values,
+    log_sums,
+    out,
+    splits,
+    MOST_SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, MOST_SPLITS)
+    dim = tl.arange(0, DIM_PADDED)
+    log_sum = tl.load(log_sums + row * splits + split, mask=split < splits, other=float("-inf"))
+    peak = tl.max(log_sum, 0)
+    weight = tl.exp2(log_sum - tl.where(peak == float("-inf"), 0.0, peak))
+    at = (row * splits + split[:, None]) * DIM + dim[None, :]
+    # A split without keys has written no values: what stands there may be NaN, so it is not read at all.
+    written = (log_sum > float("-inf"))[:, None] & (dim < DIM)[None, :]
+    value = tl.load(values + at, mask=written, other=0.0)
+    merged = tl.sum(value * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
+    tl.store(out + row * DIM + dim, merged.to(out.dtype.element_ty), mask=dim < DIM)

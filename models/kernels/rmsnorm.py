@@ -1,0 +1,60 @@
+"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467), alone and with the residual's addition before it, in one pass."""
+
+# How a kernel is launched is beyond the type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight, in x's dtype, computed in fp32."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _launch(x, x, weight, out, out, eps, adds=False)
+    return out
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x, residual [..., N] contiguous -> (rmsnorm(x + residual), x + residual), new tensors in x's dtype.
+
+    The norm is taken of the sum before that is rounded.
+    """
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, weight, out, total, eps, adds=True)
+    return out, total
+
+
+def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm, sum) of both forms; without a residual the sum is x."""
+    total = x.float() if residual is None else x.float() + residual.float()
+    normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype), total.to(x.dtype)
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool) -> None:
+    size = weight.shape[0]
+    assert x.shape[-1] == size and x.is_contiguous() and residual.is_contiguous()
+    rows = x.numel() // size
+    if rows:
+        block = triton.next_power_of_2(size)
+        warps = min(16, max(1, block // 256))
+        _rmsnorm[(rows,)](x, residual, weight, out, total, eps, SIZE=size, BLOCK=block, ADDS=adds, num_warps=warps)
+
+
+@triton.jit
+def _rmsnorm(x, residual, weight, out, total, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,189 @@
+"""From the fused projection to attention's inputs in one pass: QK-norm, rotary positions, and the KV cache write.
+
+Replaces, per layer, two norms, two rotations and two scattered copies. A program takes one token and a few heads of
+one kind (query, key or value), so that a lone token still spreads over several multiprocessors.
+"""
+
+# How a kernel is launched is beyond the type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS_PER_PROGRAM = 4
+
+
+def rope_cache(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    num_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Rotated (and, with weights, normed) queries [T, Hq, D]; keys so treated and values go to the cache.
+
+    qkv             [T, (Hq + 2 * Hkv) * D], query heads first, then key, then value heads
+    cos, sin        [T, D] or [T, 1, D] of models.layers.rotary: sin is negative in its first half
+    slots           int64 [T], block * block_size + offset; a negative one writes nothing
+    k_cache, v_cache  [num_blocks, block_size, Hkv, D] contiguous
+    q_weight, k_weight  [D] of the RMSNorm on every query and key head; both or neither
+    """
+    kv_heads, dim = k_cache.shape[2:]
+    tokens = qkv.shape[0]
+    assert qkv.is_contiguous() and qkv.numel() == tokens * (num_heads + 2 * kv_heads) * dim
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    q = qkv.new_empty(tokens, num_heads, dim)
+    if not tokens:
+        return q
+    block = _HEADS_PER_PROGRAM
+    programs = triton.cdiv(num_heads, block) + 2 * triton.cdiv(kv_heads, block)
+    _rope_cache[(tokens, programs)](
+        qkv,
+        cos,
+        sin,
+        slots,
+        q,
+        k_cache,
+        v_cache,
+        cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight,
+        eps,
+        Q_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        HALF_PADDED=triton.next_power_of_2(dim // 2),
+        NORMS=q_weight is not None,
+        BLOCK=block,
+        num_warps=1,
+    )
+    return q
+
+
+def reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    num_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    kv_heads, dim = k_cache.shape[2:]
+    heads = qkv.view(qkv.shape[0], -1, dim).float()
+    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + eps) * q_weight.float()
+        k = k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + eps) * k_weight.float()
+    angles = cos.float().view(-1, 1, dim), sin.float().view(-1, 1, dim)
+    q, k = (x * angles[0] + x.roll(dim // 2, -1) * angles[1] for x in (q, k))
+    written = slots >= 0
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        cache.view(-1, kv_heads, dim)[slots[written]] = x[written].to(cache.dtype)
+    return q.to(qkv.dtype)
+
+
+@triton.jit
+def _rope_cache(
+    qkv,
+    cos,
+    sin,
+    slots,
+    q,
+    k_cache,
+    v_cache,
+    q_weight,
+    k_weight,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DIM: tl.constexpr = 2 * HALF
+    Q_PROGRAMS: tl.constexpr = (Q_HEADS + BLOCK - 1) // BLOCK
+    KV_PROGRAMS: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
+    token = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    lane = tl.arange(0, HALF_PADDED)[None, :]
+    in_half = lane < HALF
+    row = qkv + token * ((Q_HEADS + 2 * KV_HEADS) * DIM)
+
+    if program < Q_PROGRAMS:
+        head = program * BLOCK + tl.arange(0, BLOCK)[:, None]
+        first, second = _rotated(row, head, token, cos, sin, q_weight, eps, lane, in_half, Q_HEADS, HALF, NORMS)
+        target = q + token * (Q_HEADS * DIM) + head * DIM + lane
+        inside = (head < Q_HEADS) & in_half
+        tl.store(target, first.to(q.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, second.to(q.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            if program < Q_PROGRAMS + KV_PROGRAMS:
+                head = (program - Q_PROGRAMS) * BLOCK + tl.arange(0, BLOCK)[:, None]
+                keys = row + Q_HEADS * DIM
+                first, second = _rotated(
+                    keys, head, token, cos, sin, k_weight, eps, lane, in_half, KV_HEADS, HALF, NORMS
+                )
+                target = k_cache + slot * (KV_HEADS * DIM) + head * DIM + lane
+                inside = (head < KV_HEADS) & in_half
+                tl.store(target, first.to(k_cache.dtype.element_ty), mask=inside)
+                tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=inside)
+            else:
+                head = (program - Q_PROGRAMS - KV_PROGRAMS) * BLOCK + tl.arange(0, BLOCK)[:, None]
+                source = row + (Q_HEADS + KV_HEADS) * DIM + head * DIM + lane
+                target = v_cache + slot * (KV_HEADS * DIM) + head * DIM + lane
+                inside = (head < KV_HEADS) & in_half
+                # In fp32 for no other reason than that both branches must give their variables the same type.
+                first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+                second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+                tl.store(target, first.to(v_cache.dtype.element_ty), mask=inside)
+                tl.store(target + HALF, second.to(v_cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotated(
+    heads,
+    head,
+    token,
+    cos,
+    sin,
+    weight,
+    eps,
+    lane,
+    in_half,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """Both halves, fp32 [BLOCK, HALF_PADDED], of the heads `head` [BLOCK, 1] that start at `heads`."""
+    inside = (head < NUM_HEADS) & in_half
+    source = heads + head * (2 * HALF) + lane
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        first = first * scale * tl.load(weight + lane, mask=in_half, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(weight + HALF + lane, mask=in_half, other=0.0).to(tl.float32)
+    angle = token * (2 * HALF) + lane
+    cos_first = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
+    return first * cos_first + second * sin_first, second * cos_second + first * sin_second

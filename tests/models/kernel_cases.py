@@ -1,0 +1,455 @@
+"""The Triton kernels against their plain-PyTorch references in fp32, over random ragged shapes.
+
+Collected by test_kernels.py on a CUDA card, in bf16, fp16 and fp32, and run by test_kernels_interpreted.py on a CPU
+in Triton's interpreter, in fp16 and fp32 (its bf16 products are wrong) and at small sizes: a tile takes it 10 ms.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.noise import mix64
+from engine.sampler import Sampler, SamplingRow
+from engine.sampling_params import SamplingParams
+from models.batch import ForwardBatch
+from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul
+from models.layers.triton_attention import TritonBackend
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_CARD else "cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_CARD else [torch.float32]
+ELEMENTWISE_DTYPES = DTYPES if ON_CARD else [torch.float16, torch.float32]
+# Inputs are rounded to the type before both sides see them; what remains is the rounding of attention's weights and
+# of the result, values being of order 1.
+TOLERANCE = {
+    torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2},
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+    torch.float32: {"atol": 1e-5, "rtol": 1e-5},
+}
+# heads, KV heads, head_dim, block size
+SHAPES = [(4, 2, 64, 16), (3, 1, 96, 32), (8, 1, 128, 128), (2, 1, 256, 64), (4, 2, 16, 12)]
+if ON_CARD:
+    SHAPES += [(9, 3, 64, 32), (4, 4, 96, 64), (16, 8, 128, 16), (6, 2, 256, 256), (16, 1, 128, 128)]
+# What split walks are split for: on a card as far as they can be.
+PROCESSORS = 10_000 if ON_CARD else 24
+
+
+@pytest.fixture(autouse=True)
+def exact_reference() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=ELEMENTWISE_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def any_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.float(), expected.float(), **TOLERANCE[got.dtype])
+
+
+class Pages:
+    """Sequences of (cached, new) tokens in scattered blocks of a pool in which everything else is NaN: the rest of
+    their last blocks, the blocks of nobody, and the one that pads the tables. Queries are rows of a wider tensor."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], shape: tuple[int, int, int, int], dtype: torch.dtype, width: int = 0
+    ) -> None:
+        heads, kv_heads, self.dim, self.size = shape
+        self.lengths, self.scale = lengths, self.dim**-0.5
+        needed = [-(-(cached + new) // self.size) for cached, new in lengths]
+        ids = random.Random(len(lengths)).sample(range(sum(needed) + 2), sum(needed) + 1)
+        self.blocks = [[ids.pop() for _ in range(count)] for count in needed]
+        (padding,) = ids
+        width = max(width, *needed, 1)
+        self.tables = self.tensor([table + [padding] * (width - len(table)) for table in self.blocks])
+        self.query_start = self.tensor([0, *(new for _, new in lengths)]).cumsum(0, dtype=torch.int32)
+        self.context_lens = self.tensor([cached + new for cached, new in lengths])
+        slots = (sum(needed) + 2, self.size, kv_heads, self.dim)
+        self.k_cache, self.v_cache = (torch.full(slots, torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
+        for (cached, new), table in zip(lengths, self.blocks, strict=True):
+            position = torch.arange(cached + new)
+            at = (torch.tensor(table, dtype=torch.int64)[position // self.size], position % self.size)
+            for cache in (self.k_cache, self.v_cache):
+                cache[at] = torch.randn(cached + new, kv_heads, self.dim).to(dtype).to(DEVICE)
+        rows = sum(new for _, new in lengths)
+        self.q = torch.randn(rows, heads + 2 * kv_heads, self.dim).to(dtype).to(DEVICE)[:, :heads]
+        self.out = torch.full(self.q.shape, torch.nan, dtype=dtype, device=DEVICE)
+
+    @staticmethod
+    def tensor(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def slot_mapping(self) -> torch.Tensor:
+        slots = [
+            table[p // self.size] * self.size + p % self.size
+            for (cached, new), table in zip(self.lengths, self.blocks, strict=True)
+            for p in range(cached, cached + new)
+        ]
+        return torch.tensor(slots, dtype=torch.int64, device=DEVICE)
+
+    def expected(self, window: int = 0) -> torch.Tensor:
+        return paged_prefill.reference(
+            self.q, self.k_cache, self.v_cache, self.query_start, self.context_lens, self.tables, self.scale,
+            window=window,
+        )  # fmt: skip
+
+
+def ragged(seed: int, count: int, cached: int, new: int) -> list[tuple[int, int]]:
+    rng = random.Random(seed)
+    scale = 20 if ON_CARD else 1
+    return [(rng.choice([0, rng.randrange(cached * scale)]), rng.randint(1, new * scale)) for _ in range(count)]
+
+
+# ---------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks_behind_prefixes(shape: tuple, split: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    lengths = [*ragged(sum(shape), 3, 100, 40), (0, 1), (shape[3], 0), (shape[3] * 2 - 1, 2)]
+    # A wide table is what a long sequence, and a captured graph, has; split walks are for those.
+    pages = Pages(lengths, shape, dtype, width=4096 // shape[3] if split else 0)
+    paged_prefill.paged_prefill(
+        pages.q, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale,
+        out=pages.out, processors=PROCESSORS if split else 0,
+    )  # fmt: skip
+    close(pages.out, pages.expected())
+
+
+@pytest.mark.parametrize("window", [1, 20, 1000])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_a_sliding_window_hides_what_is_further_back(window: int, split: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    shape = (4, 2, 64, 16)
+    pages = Pages(ragged(window, 2, 150, 40), shape, dtype, width=256)
+    paged_prefill.paged_prefill(
+        pages.q, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale,
+        out=pages.out, window=window, processors=PROCESSORS if split else 0,
+    )  # fmt: skip
+    close(pages.out, pages.expected(window))
+    decodes = Pages([(cached, 1) for cached, _ in ragged(window, 4, 150, 1)], shape, dtype)
+    partials = paged_keys.Partials.empty(4, 4, 4, 64, DEVICE) if split else None
+    paged_decode.paged_decode(
+        decodes.q, decodes.k_cache, decodes.v_cache, decodes.context_lens, decodes.tables, decodes.scale,
+        out=decodes.out, partials=partials, window=window,
+    )  # fmt: skip
+    close(decodes.out, decodes.expected(window))
+
+
+@pytest.mark.parametrize("splits", [1, 4, 32] if ON_CARD else [1, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decodes_of_many_lengths(shape: tuple, splits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    size = shape[3]
+    cached = [0, 1, size - 1, size, 2 * size - 1, *(c for c, _ in ragged(sum(shape), 2, 300, 1))]
+    pages = Pages([(c, 1) for c in cached], shape, dtype, width=64)
+    partials = paged_keys.Partials.empty(len(cached), shape[0], splits, shape[2], DEVICE)
+    partials.values.fill_(torch.nan)
+    partials.log_sums.fill_(torch.nan)
+    paged_decode.paged_decode(
+        pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale,
+        out=pages.out, partials=partials if splits > 1 else None,
+    )  # fmt: skip
+    close(pages.out, pages.expected())
+    if splits > 1:
+        close(paged_keys.merge_reference(partials).to(dtype), pages.expected())
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_padding_row_of_no_tokens_gives_zeros_and_harms_nobody(splits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    pages = Pages([(40, 1), (3, 1), (90, 1)], (4, 2, 64, 16), dtype)
+    pages.context_lens[1] = 0
+    partials = paged_keys.Partials.empty(3, 4, splits, 64, DEVICE) if splits > 1 else None
+    arguments = (pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale)
+    paged_decode.paged_decode(*arguments, out=pages.out, partials=partials)
+    close(pages.out, paged_decode.reference(*arguments))
+    assert not pages.out[1].any()
+
+
+def test_rows_past_the_last_chunk_are_left_to_nobody(dtype: torch.dtype) -> None:
+    """The padded token count of a captured graph: sequences without tokens, rows without a sequence."""
+    torch.manual_seed(5)
+    pages = Pages([(33, 40), (0, 17), (0, 0), (0, 0)], (4, 2, 64, 16), dtype)
+    rows = pages.q.shape[0]
+    padded = torch.cat([pages.q, torch.zeros_like(pages.q[:9])])
+    out = torch.zeros(padded.shape, dtype=dtype, device=DEVICE)
+    paged_prefill.paged_prefill(
+        padded, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale, out=out
+    )
+    close(out[:rows], pages.expected())
+
+
+def test_splits_fill_the_card_and_no_more() -> None:
+    splits = [paged_keys.choose_splits(n, 4096, 132, least_keys=128) for n in (1, 8, 64, 128, 256, 2048)]
+    assert splits == [32, 32, 4, 2, 1, 1]
+    assert paged_keys.choose_splits(8, 256, 132, least_keys=128) == 2
+    assert paged_keys.choose_splits(8, 16, 132, least_keys=128) == 1
+
+
+def batch_of(pages: Pages, num_decodes: int, device_lengths: bool) -> ForwardBatch:
+    slots = pages.slot_mapping()
+    return ForwardBatch(
+        input_ids=torch.zeros_like(slots),
+        positions=torch.zeros_like(slots),
+        slot_mapping=slots,
+        query_lens=[new for _, new in pages.lengths],
+        context_lens=[cached + new for cached, new in pages.lengths],
+        block_tables=pages.tables,
+        block_lists=pages.blocks,
+        num_decodes=num_decodes,
+        block_size=pages.size,
+        logits_indices=slots,
+        scratch={},
+        query_start=pages.query_start if device_lengths else None,
+        context_lens_tensor=pages.context_lens if device_lengths else None,
+    )
+
+
+MIXES = {
+    "decodes": ([(9, 1), (1, 1), (70, 1)], 3),
+    "chunks": ([(0, 7), (16, 30), (3, 1)], 0),
+    "decodes and chunks": ([(40, 1), (16, 1), (0, 6), (8, 3), (0, 1)], 2),
+}
+
+
+@pytest.mark.parametrize("device_lengths", [False, True], ids=["lists", "device lengths"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_backend_writes_new_keys_and_attends_to_all(mix: str, device_lengths: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    lengths, num_decodes = MIXES[mix]
+    pages = Pages(lengths, (4, 2, 64, 16), dtype)
+    batch = batch_of(pages, num_decodes, device_lengths)
+    expected = pages.expected()
+    slots = batch.slot_mapping
+    k, v = (cache.view(-1, 2, 64)[slots].clone() for cache in (pages.k_cache, pages.v_cache))
+    for cache in (pages.k_cache, pages.v_cache):
+        cache.view(-1, 2, 64)[slots] = torch.nan
+    backend = TritonBackend()
+    for _ in range(2):  # the second layer uses the first one's plan
+        out = backend.forward(pages.q, k, v, pages.k_cache, pages.v_cache, pages.scale, batch)
+        close(out.view(expected.shape), expected)
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["llama", "qwen3"])
+def test_the_backend_takes_the_fused_projection_as_it_comes(norms: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    pages = Pages([(40, 1), (16, 1), (0, 6), (8, 3)], (6, 2, 64, 16), dtype)
+    batch = batch_of(pages, 2, True)
+    rows = len(batch.slot_mapping)
+    qkv = torch.randn(rows, 10 * 64).to(dtype).to(DEVICE)
+    cos, sin, weights = angles(rows, 64, dtype)
+    backend = TritonBackend()
+    given = (*weights, 1e-6) if norms else None
+    got = backend.forward_qkv(qkv, given, (cos, sin), pages.k_cache, pages.v_cache, pages.scale, batch)
+    k_cache, v_cache = pages.k_cache.clone(), pages.v_cache.clone()
+    options = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6} if norms else {}
+    pages.q = rope_cache.reference(qkv, cos, sin, batch.slot_mapping, k_cache, v_cache, num_heads=6, **options)
+    close(got.view(pages.q.shape), pages.expected())
+
+
+def test_padding_rows_of_a_captured_decode_step_change_nothing(dtype: torch.dtype) -> None:
+    """A graph for four decodes replayed with two: the others have no tokens and no slot, and their tables are old."""
+    torch.manual_seed(14)
+    pages = Pages([(40, 1), (16, 1), (5, 1), (70, 1)], (4, 2, 64, 16), dtype)
+    cos, sin, weights = angles(4, 64, dtype)
+    qkv = torch.randn(4, 8 * 64).to(dtype).to(DEVICE)
+    outs, caches = [], []
+    for used in (4, 2):
+        batch = batch_of(pages, 4, True)
+        batch.slot_mapping[used:] = -1
+        batch.context_lens_tensor = pages.context_lens.clone()
+        batch.context_lens_tensor[used:] = 0
+        caches.append((pages.k_cache.clone(), pages.v_cache.clone()))
+        norms = (weights[0], weights[1], 1e-6)
+        outs.append(TritonBackend().forward_qkv(qkv, norms, (cos, sin), *caches[-1], pages.scale, batch))
+    assert torch.equal(outs[0][:2], outs[1][:2])
+    assert not outs[1][2:].any()
+    kept = pages.slot_mapping()[2:]
+    for before, after in zip((pages.k_cache, pages.v_cache), caches[1], strict=True):
+        assert torch.equal(before.view(-1, 128)[kept], after.view(-1, 128)[kept])
+
+
+def test_every_form_is_compiled_by_the_warm_up(dtype: torch.dtype) -> None:
+    """It must run on a pool of a single block, whatever the block size."""
+    for shape in SHAPES if ON_CARD else SHAPES[-1:]:
+        cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
+        TritonBackend().warm_up(shape[0], cache, cache)
+
+
+# ---------------------------------------------------------------------- the fused elementwise kernels
+
+
+def angles(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """(cos, sin, norm weights of queries and keys), sin with a negative first half."""
+    angle = torch.rand(rows, 1, dim // 2) * 6
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    weights = [(torch.rand(dim) + 0.5).to(dtype).to(DEVICE) for _ in range(2)]
+    return cos.to(dtype).to(DEVICE), sin.to(dtype).to(DEVICE), weights
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotary_and_the_cache_write(shape: tuple, norms: bool, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    heads, kv_heads, dim, size = shape
+    rows = 300 if ON_CARD else 6
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(any_dtype).to(DEVICE)
+    cos, sin, (q_weight, k_weight) = angles(rows, dim, any_dtype)
+    slots = torch.randperm(30 * size)[:rows].to(DEVICE)
+    slots[4] = -1  # padding: it has a row, but no place in the cache
+    caches = [torch.randn(30, size, kv_heads, dim).to(any_dtype).to(DEVICE) for _ in range(2)]
+    expected_caches = [cache.clone() for cache in caches]
+    options = {"q_weight": q_weight, "k_weight": k_weight, "eps": 1e-6} if norms else {}
+    before = qkv.clone()
+    q = rope_cache.rope_cache(qkv, cos, sin, slots, *caches, num_heads=heads, **options)
+    close(q, rope_cache.reference(qkv, cos, sin, slots, *expected_caches, num_heads=heads, **options))
+    for cache, expected in zip(caches, expected_caches, strict=True):
+        close(cache, expected)
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("size", [64, 576, 4096])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_rmsnorm_alone_and_with_the_residual(rows: int, size: int, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    x, residual = ((torch.randn(rows, size) * 3).to(any_dtype).to(DEVICE) for _ in range(2))
+    weight = (torch.rand(size) + 0.5).to(any_dtype).to(DEVICE)
+    close(rmsnorm.rmsnorm(x, weight, 1e-5), rmsnorm.reference(x, None, weight, 1e-5)[0])
+    before = x.clone(), residual.clone()
+    for got, expected in zip(
+        rmsnorm.add_rmsnorm(x, residual, weight, 1e-5), rmsnorm.reference(x, residual, weight, 1e-5), strict=True
+    ):
+        close(got, expected)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("size", [2, 160, 1536, 3072])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(10)
+    gate_up = (torch.randn(rows, 2 * size) * 4).to(any_dtype).to(DEVICE)
+    close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(5, 64), (16, 576), (37, 3072)], ids=str)
+def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(12)
+    outputs, columns = shape
+    x = torch.randn(rows, columns).to(any_dtype).to(DEVICE)
+    weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
+    shift = torch.randn(outputs).to(any_dtype).to(DEVICE) if bias else None
+    close(gemv.gemv(x, weight, shift), gemv.reference(x, weight, shift))
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def draw_inputs(
+    seeds: list[int], temperatures: list[float], positions: list[int], vocab_size: int
+) -> tuple[torch.Tensor, ...]:
+    """What sampling.sample takes beside the logits."""
+    streams = np.array([mix64(seed) for seed in seeds], dtype=np.uint64).view(np.int64)
+    hashed = mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
+    return (
+        torch.tensor(temperatures, dtype=torch.float32, device=DEVICE),
+        torch.from_numpy(streams).to(DEVICE),
+        torch.tensor(positions, dtype=torch.int64, device=DEVICE),
+        torch.from_numpy(hashed).to(DEVICE),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [7, 2048, 5000, 151_936] if ON_CARD else [7, 2048, 5000])
+def test_draws_are_those_of_the_sampler_on_a_cpu(vocab_size: int) -> None:
+    torch.manual_seed(13)
+    rows = 200 if ON_CARD else 8
+    seeds = [random.Random(row).randrange(2**63) for row in range(rows)]
+    temperatures = [(0.0, 0.3, 1.0, 5.0)[row % 4] for row in range(rows)]
+    positions = [1 + 37 * row for row in range(rows)]
+    logits = torch.randn(rows, vocab_size) * 4
+    logits[0] = logits[0].round()  # ties: the lowest id wins
+    sampler = Sampler(vocab_size)
+    sampler._kernel = None  # the interpreter would let it have one
+    asked = [
+        SamplingRow(row, SamplingParams(temperature=temperatures[row]), seeds[row], positions[row], (), ())
+        for row in range(rows)
+    ]
+    expected = sampler(logits, sampler.prepare(asked))
+    inputs = draw_inputs(seeds, temperatures, positions, vocab_size)
+    assert sampling.sample(logits.to(DEVICE), *inputs).tolist() == expected.tolist()
+    assert sampling.reference(logits.to(DEVICE), *inputs).tolist() == expected.tolist()
+
+
+def test_a_row_of_unusable_logits_has_no_token_and_its_neighbours_do() -> None:
+    logits = torch.randn(6, 3000)
+    logits[1, 2500] = torch.nan
+    logits[2, 7] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, :2990] = -torch.inf  # one whole part and most of the next: still a usable row
+    inputs = draw_inputs([1] * 6, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [5] * 6, 3000)
+    tokens = sampling.sample(logits.to(DEVICE), *inputs).tolist()
+    assert [token == sampling.BAD_TOKEN for token in tokens] == [False, True, True, True, False, False]
+    assert tokens[0] == int(logits[0].argmax()) and tokens[4] >= 2990
+
+
+# ---------------------------------------------------------------------- whole models
+
+interpreted = pytest.mark.skipif(ON_CARD, reason="tests/engine/test_cuda.py does this with real cards and sizes")
+
+
+def few_prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(512) for _ in range(count)] for count in (1, 9, 5)]
+
+
+def check_greedy(folder: Path, replies: list[list[int]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from reference import assert_greedy
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert_greedy(reference, few_prompts(), replies)
+
+
+@interpreted
+def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(tiny_qwen3: Path) -> None:
+    from models.loader import load_model, read_config
+    from tests.models.paged import PagedRunner
+
+    model = load_model(tiny_qwen3, read_config(tiny_qwen3), dtype=torch.float32, attention_backend="triton")
+    runner = PagedRunner(model, scatter=True, last_only=True)
+    check_greedy(tiny_qwen3, runner.greedy(few_prompts(), 3, chunk=6))
+
+
+@interpreted
+def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths on the device, block tables that grow, decodes beside chunks, the draw by the kernel."""
+    from engine import LLM
+    from engine.device import DeviceManager
+    from engine.model_runner import ModelRunner
+
+    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)  # 256 tokens are many here
+    llm = LLM(
+        tiny_llama, device="cpu", dtype="float32", kvcache_block_size=4, num_kvcache_blocks=32,
+        max_num_seqs=4, max_num_batched_tokens=8,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
+    llm.exit()

@@ -1,0 +1,9 @@
+"""The Triton kernels on a CUDA card. Without one they run in the interpreter: test_kernels_interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models.kernel_cases import *  # noqa: F403
+
+pytestmark = pytest.mark.gpu

@@ -1,0 +1,99 @@
+"""The Triton kernels are compiled for a Hopper card on a machine without one: the interpreter accepts what the compiler
+refuses, such as a variable whose type differs between two branches."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from models.kernels import gemv, paged_decode, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul
+from models.kernels.paged_keys import Partials
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_SHARED_BYTES = 227 * 1024
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What the launches in a test would have run: they compile and stop there."""
+    found: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+        types, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.params):
+            value = arguments[parameter.name]
+            if parameter.is_constexpr:
+                types[parameter.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                types[parameter.name], attributes[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            else:
+                types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        source = ASTSource(self, types, constants, attributes)
+        found.append(triton.compile(source, target=HOPPER, options=options))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return found
+
+
+def pages(dim: int) -> tuple[torch.Tensor, ...]:
+    """(queries of 64 tokens, keys, values, query_start, context_lens, block_tables): 4 heads over 2."""
+    cache = torch.zeros(8, 16, 2, dim, dtype=BF16)
+    lens = torch.tensor([64], dtype=torch.int32)
+    start = torch.tensor([0, 64], dtype=torch.int32)
+    return torch.zeros(64, 4, dim, dtype=BF16), cache, cache, start, lens, torch.zeros(1, 512, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
+    q, *rest = pages(dim)
+    paged_prefill.paged_prefill(q, *rest, 1.0, out=torch.empty_like(q), processors=132)
+    assert [kernel.metadata.name for kernel in compiled] == ["_paged_prefill", "_merge"]
+    assert "wgmma" in compiled[0].asm["ptx"]  # Hopper's own matrix instruction
+    assert compiled[0].metadata.shared <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_paged_decode(dim: int, compiled: list[Any]) -> None:
+    q, keys, values, _, lens, tables = pages(dim)
+    partials = Partials.empty(1, 4, 8, dim, CPU)
+    paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, out=torch.empty_like(q[:1]), partials=partials)
+    assert [kernel.metadata.name for kernel in compiled] == ["_paged_decode", "_merge"]
+    assert "cp.async" in compiled[0].asm["ptx"]  # keys arrive while others are multiplied
+    assert compiled[0].metadata.shared <= HOPPER_SHARED_BYTES
+
+
+def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
+    keys = pages(128)[1]
+    qkv, angle, weight = torch.zeros(64, 8 * 128, dtype=BF16), torch.zeros(64, 128, dtype=BF16), torch.ones(128)
+    slots = torch.zeros(64, dtype=torch.int64)
+    norms = {"q_weight": weight.to(BF16), "k_weight": weight.to(BF16), "eps": 1e-6}
+    rope_cache.rope_cache(qkv, angle, angle, slots, keys, keys, num_heads=4, **norms)
+    rope_cache.rope_cache(qkv, angle, angle, slots, keys, keys, num_heads=4)
+    rmsnorm.add_rmsnorm(angle, angle, weight.to(BF16), 1e-6)
+    rmsnorm.rmsnorm(angle, weight.to(BF16), 1e-6)
+    silu_mul.silu_mul(qkv)
+    for rows in range(1, gemv.MAX_ROWS + 1):
+        gemv.gemv(qkv[:rows], qkv, None)
+    assert len(compiled) == 5 + gemv.MAX_ROWS
+
+
+def test_sampling(compiled: list[Any]) -> None:
+    words = torch.zeros(2, dtype=torch.int64)
+    sampling.sample(torch.zeros(2, 151_936), torch.ones(2), words, words, torch.zeros(151_936, dtype=torch.int32))
+    assert [kernel.metadata.name for kernel in compiled] == ["_race", "_final"]

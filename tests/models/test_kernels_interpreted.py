@@ -1,0 +1,23 @@
+"""The Triton kernels in Triton's interpreter, on a CPU. In a process of its own: triton decides at its import."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_kernels_equal_their_references() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/models/kernel_cases.py"]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed and int(passed[1]) > 60, ran.stdout[-2000:]
