@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from engine.config import EngineConfig
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from models.catalog import ModelUnavailable
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class EngineStatus:
 class _Submission:
     request_id: int
     prompt_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     priority: RequestPriority
     origin: Origin
     arrival: float
@@ -161,7 +161,7 @@ class EngineThread:
     def submit(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
@@ -183,7 +183,7 @@ class EngineThread:
     def submit_blocking(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
@@ -197,9 +197,10 @@ class EngineThread:
         self._register(request, stream)
         return stream
 
-    def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request as soon as the step in flight is done; unknown or finished ids are a no-op."""
-        self._post(lambda: self._engine.abort(request_id, reason) if self._engine else None)
+    def abort(self, request_id: int, reason: str = "abort", index: int | None = None) -> None:
+        """End a request, or its continuation `index`, as soon as the step in flight is done; what is unknown or has
+        ended is a no-op."""
+        self._post(lambda: self._engine.abort(request_id, reason, index) if self._engine else None)
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt, as LLMEngine.encode; raises EngineNotReady before the model is loaded."""
@@ -331,7 +332,7 @@ class EngineThread:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
         for output in outputs:
             # A finished stream has had its last word; dict.pop is atomic, so no lock is taken on this path.
-            finished = output.finish_reason is not None
+            finished = output.finish_reason is not None and output.ends_request
             stream = self._streams.pop(output.request_id, None) if finished else self._streams.get(output.request_id)
             if isinstance(stream, RequestStream):
                 by_loop.setdefault(stream.loop, []).append((stream, output))
@@ -347,12 +348,16 @@ class EngineThread:
     def _end_all(self) -> None:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
         with self._lock:
-            open_ids = list(self._streams)
+            open_streams = list(self._streams.values())
             asked, self._asked = self._asked, set()
         for answer in asked:
             answer.set_exception(EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}"))
         reason, error = ("abort", None) if self._stopping else ("error", self._error)
-        self._deliver([StepOutput(request_id, [], reason, error) for request_id in open_ids])
+        for stream in open_streams:
+            last = stream.num_outputs - 1
+            for index in range(last + 1):
+                step = StepOutput(stream.request_id, [], reason, error, index=index, ends_request=index == last)
+                self._deliver([step])
 
     def _report(self, stage: str, percent: float) -> None:
         self._load = LoadStatus(stage, round(percent, 1))
@@ -370,7 +375,11 @@ class EngineThread:
         return engine
 
     def _admit(
-        self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, origin: Origin
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        priority: RequestPriority,
+        origin: Origin,
     ) -> _Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()
@@ -426,11 +435,11 @@ class _Stream:
     """What RequestStream and BlockingStream share: the text state and the way to end the request."""
 
     def __init__(self, engine: EngineThread, request: _Submission, tokenizer: Tokenizer | None) -> None:
-        from engine.stream import StreamState
+        from engine.many_outputs import open_state
 
         self.request_id = request.request_id
         self._engine = engine
-        self._state = StreamState(request.request_id, request.prompt_ids, request.params, tokenizer)
+        self._state = open_state(request.request_id, request.prompt_ids, request.params, tokenizer)
 
     def abort(self) -> None:
         """End the request; the stream then ends with finish_reason "abort" and its figures. Twice is a no-op."""
@@ -442,6 +451,11 @@ class _Stream:
         return self._state.output()
 
     @property
+    def num_outputs(self) -> int:
+        """How many continuations end with a finish_reason of their own before the stream does."""
+        return self._state.num_outputs
+
+    @property
     def metrics(self) -> RequestMetrics:
         return self._state.metrics
 
@@ -449,13 +463,14 @@ class _Stream:
         if self._state.finished:
             return None
         delta = self._state.feed(output)
-        if self._state.stopped_by_text:
-            self._engine.abort(self.request_id, "stop")
+        if delta is not None and self._state.stopped_by_text:
+            self._engine.abort(self.request_id, "stop", output.index)
         return delta
 
 
 class RequestStream(_Stream):
-    """`async for delta in stream`: deltas merged since the last read; ends after the one with a finish_reason.
+    """`async for delta in stream`: deltas merged since the last read, each continuation's apart; ends when all of them
+    have said their finish_reason.
 
     Belongs to the event loop that submitted it, and to one reader.
     """
@@ -465,21 +480,19 @@ class RequestStream(_Stream):
     ) -> None:
         super().__init__(engine, request, tokenizer)
         self.loop = loop
-        self._unread: Delta | None = None
+        self._unread: dict[int, Delta] = {}
         self._arrived = asyncio.Event()
-        self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._unread and self._state.finished:
             raise StopAsyncIteration
         await self._arrived.wait()
-        self._arrived.clear()
-        delta, self._unread = self._unread, None
-        assert delta is not None
-        self._ended = delta.finish_reason is not None
+        delta = self._unread.pop(next(iter(self._unread)))
+        if not self._unread:
+            self._arrived.clear()
         return delta
 
     def deliver(self, output: StepOutput) -> None:
@@ -488,7 +501,7 @@ class RequestStream(_Stream):
 
         delta = self._feed(output)
         if delta is not None:
-            self._unread = merge(self._unread, delta)
+            self._unread[delta.index] = merge(self._unread.get(delta.index), delta)
             self._arrived.set()
 
 
@@ -541,7 +554,7 @@ class AsyncLLMEngine:
     def generate_async(
         self,
         prompt: str | list[int],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         owner: int = 0,
