@@ -76,10 +76,12 @@ class ForkMachine(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, n=n)
         self._add(prompt, params, n, priority)
 
-    @rule(prompt=PROMPTS, width=st.integers(1, 3), max_tokens=st.integers(1, 7))
-    def search(self, prompt: list[int], width: int, max_tokens: int) -> None:
+    @rule(
+        prompt=PROMPTS, width=st.integers(1, 3), max_tokens=st.integers(1, 7), priority=st.sampled_from(RequestPriority)
+    )
+    def search(self, prompt: list[int], width: int, max_tokens: int, priority: RequestPriority) -> None:
         params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=True)
-        self._add(prompt, params, 1, RequestPriority.NORMAL)
+        self._add(prompt, params, 1, priority)
 
     def _add(self, prompt: list[int], params: Any, count: int, priority: RequestPriority) -> None:
         request = self.engine.add_request(prompt, params, priority)
