@@ -10,7 +10,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from app.openai_schema import ApiError, ChatCompletionRequest, parse_request
+from app.openai_logprobs import choice_logprobs
+from app.openai_schema import ApiError, ChatCompletionRequest, invalid, parse_request
 from app.security import Guard
 from app.settings import Settings
 from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
-from engine.outputs import Delta
+from engine.outputs import Delta, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.engine_thread import EngineThread
@@ -94,29 +95,40 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
 
 @dataclass(slots=True)
 class Reply:
-    """One completion: its request's stream told in OpenAI's terms."""
+    """One completion of n choices: its request's stream told in OpenAI's terms."""
 
     request: ChatCompletionRequest
     stream: RequestStream
     engine: EngineThread
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
-    _last: Delta = field(default_factory=Delta)
+    _last: dict[int, Delta] = field(default_factory=dict)  # by choice
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """The request's deltas. ApiError where it ends with anything but "stop" or "length"."""
         async for delta in self.stream:
-            self._last = delta
+            self._last[delta.index] = delta
             if delta.finish_reason in ("error", "abort"):
                 raise self._failure(delta)
             yield delta
 
     async def whole(self) -> dict[str, Any]:
         """The body of the answer that is not streamed."""
-        text = "".join([delta.text async for delta in self.deltas()])
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._last.finish_reason}
-        return self._envelope("chat.completion", [choice]) | {"usage": self.usage()}
+        texts = [""] * self.num_choices
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in texts]
+        async for delta in self.deltas():
+            texts[delta.index] += delta.text
+            logprobs[delta.index].extend(delta.logprobs or ())
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": self._logprobs(logprobs[i]),
+                "finish_reason": self._last[i].finish_reason,
+            }
+            for i, text in enumerate(texts)
+        ]
+        return self._envelope("chat.completion", choices) | {"usage": self.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of the streamed answer, the last one's usage included where it was asked for."""
@@ -124,25 +136,43 @@ class Reply:
         async for delta in self.deltas():
             if first:
                 first = False
-                yield self._chunk({"role": "assistant", "content": "", "refusal": None})
-            if delta.text:
-                yield self._chunk({"content": delta.text})
-        yield self._chunk({}, self._last.finish_reason)
+                for index in range(self.num_choices):
+                    yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+            if delta.text or delta.logprobs:
+                logprobs = self._logprobs(delta.logprobs or ())
+                yield self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+            if delta.finish_reason is not None:
+                yield self._chunk(delta.index, {}, delta.finish_reason)
         if self.request.include_usage:
             yield self._envelope("chat.completion.chunk", []) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts as of the last delta."""
-        prompt, output = self._last.num_prompt_tokens, self._last.num_output_tokens
+        """Token counts as of the last deltas, of all choices together."""
+        any_choice = next(iter(self._last.values()), Delta())
+        prompt, output = any_choice.num_prompt_tokens, sum(d.num_output_tokens for d in self._last.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": self._last.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": any_choice.num_cached_tokens},
         }
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    @property
+    def num_choices(self) -> int:
+        return self.request.n or 1
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        tokenizer = self.engine.tokenizer
+        return choice_logprobs(entries, tokenizer) if self.request.logprobs and tokenizer else None
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._envelope("chat.completion.chunk", [choice])
         return chunk | {"usage": None} if self.request.include_usage else chunk
 
@@ -266,7 +296,7 @@ async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> Reques
     except EngineDead as error:
         raise _engine_failed(str(error)) from None
     except ValueError as error:
-        raise ApiError(400, str(error)) from None
+        raise invalid(error) from None
 
 
 async def _encode(encode: Callable[[], list[int]], long: bool) -> list[int]:

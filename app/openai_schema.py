@@ -20,16 +20,11 @@ _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -98,7 +93,12 @@ class ChatCompletionRequest(BaseModel):
     frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logit_bias: dict[str, float] | None = None
     # beyond OpenAI's (the client's extra_body)
+    min_tokens: int | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -132,6 +132,10 @@ class ChatCompletionRequest(BaseModel):
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "n": self.n,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            "logit_bias": self._logit_bias(),
         }
         try:
             return SamplingParams(
@@ -139,8 +143,21 @@ class ChatCompletionRequest(BaseModel):
                 **{name: value for name, value in fields.items() if value is not None},
             )
         except ValueError as error:
-            named = re.match(r"\w+", str(error))
-            raise ApiError(400, str(error), param=named[0] if named else None) from None
+            raise invalid(error) from None
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        """By id: JSON's keys are strings."""
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdecimal()):
+                raise ApiError(400, f"logit_bias holds {key!r}; its keys must be token ids", param="logit_bias")
+        return {int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else None
+
+
+def invalid(error: ValueError) -> ApiError:
+    """The engine's word on a bad value, whose first word is the field where it is about one."""
+    named = re.match(r"\w+", str(error))
+    param = named[0] if named and named[0] in ChatCompletionRequest.model_fields else None
+    return ApiError(400, str(error), param=param)
 
 
 def parse_request(body: bytes) -> ChatCompletionRequest:
@@ -150,6 +167,8 @@ def parse_request(body: bytes) -> ChatCompletionRequest:
     except ValidationError as error:
         raise _api_error(error) from None
     _check_extra(request, _UNAVAILABLE, _IGNORED, "")
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs is allowed only with logprobs=true", param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
     for i, message in enumerate(request.messages):

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.engine_thread import EngineStatus, EngineThread
 from engine.outputs import RequestPriority
 from engine.request_stream import RequestStream
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 
 
 class AsyncLLMEngine:
@@ -38,7 +38,7 @@ class AsyncLLMEngine:
     def generate_async(
         self,
         prompt: str | list[int],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         owner: int = 0,

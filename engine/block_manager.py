@@ -102,6 +102,8 @@ class BlockManager:
         self._turn = np.zeros(num_blocks, np.int32)
         self._request = np.zeros(num_blocks, np.int64)
         self._last_hit = np.zeros(num_blocks, np.float64)
+        # {destination: source} of the copies on write that the next step needs first; whoever steps empties it.
+        self.pending_copies: dict[int, int] = {}
 
     # -- counts ---------------------------------------------------------------------------------------
 
@@ -137,7 +139,10 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         matched: list[int] = []
-        for position in range((len(seq.token_ids) - 1) // self.block_size):
+        limit = len(seq.token_ids) - 1
+        if wanted := seq.unscored_prompt(0, limit):
+            limit = wanted.start  # from here on its logits are asked for
+        for position in range(limit // self.block_size):
             self._extend_hashes(seq, position + 1)
             block = self._lookup(seq, position)
             if block is None:
@@ -197,35 +202,41 @@ class BlockManager:
     # -- allocation -----------------------------------------------------------------------------------
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend seq's table to hold num_tokens tokens; False, and nothing done, where blocks are lacking."""
+        """Extend seq's table to hold num_tokens tokens, with the block that it writes to next for itself alone; False,
+        and nothing done, where blocks are lacking."""
         missing = self.blocks_for(num_tokens) - len(seq.block_table)
+        if seq.may_write_to_shared:
+            shared = self._writes_to_shared(seq)
+            if max(missing, 0) + shared > self.num_available:
+                return False
+            if shared:
+                self._copy_last_block(seq)
+            seq.may_write_to_shared = False
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
         now, evicted = time.time(), {}
         for _ in range(missing):
-            block = self._take(seq.block_table[-1] + 1 if seq.block_table else -1)
-            if self._content[block] is not None:
-                evicted[int(self._owner[block])] = evicted.get(int(self._owner[block]), 0) + 1
-                self._forget(block)
-            if block in self._doubtful:
-                self._doubtful.remove(block)
-                self.doubtful_in_use.append(block)
-            self._state[block] = ACTIVE
-            self._refcount[block] = 1
-            self._owner[block] = seq.owner
-            self._turn[block] = seq.turn
-            self._request[block] = seq.request_id
-            self._position[block] = len(seq.block_table)
-            self._hits[block] = 0
-            self._last_use[block] = now
-            self._last_hit[block] = 0.0
+            block = self._allocate(seq, len(seq.block_table), now, evicted)
             seq.block_table.append(block)
         for owner, count in evicted.items():
             self.events.add("evict", owner, seq.request_id, count)
         self.events.add("allocate", seq.owner, seq.request_id, missing)
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let child, which holds no blocks, share all that parent has computed. Whichever of the holders of a block
+        that is filled in part writes to it first, gets a copy (see grow); the last one writes in place."""
+        if child.block_table:
+            raise ValueError(f"{child} already holds {len(child.block_table)} blocks")
+        child.block_table = parent.block_table[: self.blocks_for(parent.num_computed_tokens)]
+        self._refcount[child.block_table] += 1
+        parent.may_write_to_shared = child.may_write_to_shared = True
+        child.block_hashes = parent.block_hashes[: parent.num_indexed_blocks]
+        child.num_resident_hint = 0
+        child.num_indexed_blocks = parent.num_indexed_blocks
+        child.num_computed_tokens = child.num_planned_tokens = parent.num_computed_tokens
 
     def index_full_blocks(self, seq: Sequence) -> None:
         """Make the blocks that seq has filled since the last call findable. Call it after their step is done."""
@@ -404,6 +415,44 @@ class BlockManager:
             raise RuntimeError("KV block bookkeeping is broken: " + "; ".join(problems[:5]))
 
     # -- internals ------------------------------------------------------------------------------------
+
+    def _allocate(self, seq: Sequence, position: int, now: float, evicted: dict[int, int]) -> int:
+        """A block for `position` of seq's table; counts in `evicted`, by owner, the content that it costs."""
+        block = self._take(seq.block_table[-1] + 1 if seq.block_table else -1)
+        if self._content[block] is not None:
+            evicted[int(self._owner[block])] = evicted.get(int(self._owner[block]), 0) + 1
+            self._forget(block)
+        if block in self._doubtful:
+            self._doubtful.remove(block)
+            self.doubtful_in_use.append(block)
+        self._state[block] = ACTIVE
+        self._refcount[block] = 1
+        self._owner[block] = seq.owner
+        self._turn[block] = seq.turn
+        self._request[block] = seq.request_id
+        self._position[block] = position
+        self._hits[block] = 0
+        self._last_use[block] = now
+        self._last_hit[block] = 0.0
+        return block
+
+    def _writes_to_shared(self, seq: Sequence) -> bool:
+        position = seq.num_planned_tokens // self.block_size
+        return position < len(seq.block_table) and self._refcount[seq.block_table[position]] > 1
+
+    def _copy_last_block(self, seq: Sequence) -> None:
+        """Give seq its own copy of the block that its next token goes to; only the last can be filled in part."""
+        position = seq.num_planned_tokens // self.block_size
+        source = seq.block_table[position]
+        evicted: dict[int, int] = {}
+        copy = self._allocate(seq, position, time.time(), evicted)
+        self._refcount[source] -= 1
+        # A new list, so that whoever keeps the table elsewhere sees that not only its end has changed.
+        seq.block_table = [*seq.block_table[:position], copy, *seq.block_table[position + 1 :]]
+        self.pending_copies[copy] = source
+        for owner, count in evicted.items():
+            self.events.add("evict", owner, seq.request_id, count)
+        self.events.add("copy", seq.owner, seq.request_id, 1)
 
     def _take(self, preferred: int) -> int:
         """Remove one block from the free list. `preferred` (the neighbour of the sequence's last block) keeps

@@ -15,7 +15,7 @@ Python's "replace". Two cases at the edges:
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
@@ -42,14 +42,19 @@ class Detokenizer:
     Where several stop strings come into question, the one that is complete first wins, and of those complete
     with the same character the one that begins first: the result is known as soon as any has appeared.
 
+    The text of the first min_tokens ids is shown as it comes: no stop string is looked for in it.
+
     stopped  the stop string that was met, or None. It is never part of the text.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenDecoder, prompt_ids: Sequence[int], stop: tuple[str, ...] = (), min_tokens: int = 0
+    ) -> None:
         # A byte-level tokenizer knows the bytes of every token, so any id tells which kind this one is.
         byte_level = tokenizer.token_bytes(0) is not None
         self._decoder = (_ByteDecoder if byte_level else _TextDecoder)(tokenizer, prompt_ids)
         self._stops = _StopFinder(stop)
+        self._min_tokens = min_tokens
         self._ends: list[int] = []  # characters of text after each pushed id
         self._length = 0  # characters of text so far, held back ones included
         self._kept = 0
@@ -60,12 +65,14 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         pieces = []
+        unsearched = max(0, self._min_tokens - len(self._ends))
         for token_id in ids:
             piece = self._decoder.push(token_id)
             self._length += len(piece)
             self._ends.append(self._length)
             pieces.append(piece)
-        text, self.stopped = self._stops.push("".join(pieces))
+        text, self.stopped = self._stops.push("".join(pieces[unsearched:]))
+        text = "".join(pieces[:unsearched]) + text
         self._kept += len(text)
         return text
 
@@ -77,8 +84,11 @@ class Detokenizer:
         if rest:
             self._length += len(rest)
             self._ends[-1] = self._length
-        text, self.stopped = self._stops.push(rest)
-        text += self._stops.finish()
+        if len(self._ends) < self._min_tokens:
+            text = rest
+        else:
+            text, self.stopped = self._stops.push(rest)
+            text += self._stops.finish()
         self._kept += len(text)
         return text
 
@@ -90,9 +100,13 @@ class Detokenizer:
         """
         if self.stopped is None:
             return len(self._ends)
-        if self._kept == 0:
-            return 0
-        return bisect_left(self._ends, self._kept) + 1
+        shown = bisect_left(self._ends, self._kept) + 1 if self._kept else 0
+        return max(shown, self._min_tokens)
+
+    @property
+    def shown_tokens(self) -> int:
+        """How many of the pushed ids, counted from the first, the text so far shows in full."""
+        return self.kept_tokens if self.stopped is not None else bisect_right(self._ends, self._kept)
 
 
 class _ByteDecoder:

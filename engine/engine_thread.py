@@ -23,7 +23,7 @@ from engine.faults import StepStuck, root_cause
 from engine.origin import Origin
 from engine.outputs import RequestPriority, StepOutput
 from engine.request_stream import BlockingStream, RequestStream, Stream, Submission, hand_over
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.status import EngineStatus, LoadStatus
 from engine.watchdog import Watchdog
 from models.catalog import ModelUnavailable
@@ -138,7 +138,7 @@ class EngineThread:
     def submit(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
@@ -161,7 +161,7 @@ class EngineThread:
     def submit_blocking(
         self,
         prompt_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         priority: RequestPriority = RequestPriority.NORMAL,
         owner: int = 0,
@@ -175,9 +175,10 @@ class EngineThread:
         self._register(request, stream)
         return stream
 
-    def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request as soon as the step in flight is done; unknown or finished ids are a no-op."""
-        self._post(lambda: self._engine.abort(request_id, reason) if self._engine else None)
+    def abort(self, request_id: int, reason: str = "abort", index: int | None = None) -> None:
+        """End a request, or its continuation `index`, as soon as the step in flight is done; what is unknown or has
+        ended is a no-op."""
+        self._post(lambda: self._engine.abort(request_id, reason, index) if self._engine else None)
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt, as LLMEngine.encode; raises EngineNotReady before the model is loaded."""
@@ -327,7 +328,7 @@ class EngineThread:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
         for output in outputs:
             # A finished stream has had its last word; dict.pop is atomic, so no lock is taken on this path.
-            finished = output.finish_reason is not None
+            finished = output.finish_reason is not None and output.ends_request
             stream = self._streams.pop(output.request_id, None) if finished else self._streams.get(output.request_id)
             if isinstance(stream, RequestStream):
                 by_loop.setdefault(stream.loop, []).append((stream, output))
@@ -343,12 +344,16 @@ class EngineThread:
     def _end_all(self) -> None:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
         with self._lock:
-            open_ids = list(self._streams)
+            open_streams = list(self._streams.values())
             asked, self._asked = self._asked, set()
         for answer in asked:
             answer.set_exception(EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}"))
         reason, error = ("abort", None) if self._stopping else ("error", self._error)
-        self._deliver([StepOutput(request_id, [], reason, error) for request_id in open_ids])
+        for stream in open_streams:
+            last = stream.num_outputs - 1
+            for index in range(last + 1):
+                step = StepOutput(stream.request_id, [], reason, error, index=index, ends_request=index == last)
+                self._deliver([step])
 
     def _report(self, stage: str, percent: float) -> None:
         self._load = LoadStatus(stage, round(percent, 1))
@@ -366,7 +371,11 @@ class EngineThread:
         return engine
 
     def _admit(
-        self, prompt_ids: list[int], params: SamplingParams, priority: RequestPriority, origin: Origin
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        priority: RequestPriority,
+        origin: Origin,
     ) -> Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()

@@ -12,12 +12,13 @@ from tqdm import tqdm
 from engine.async_engine import AsyncLLMEngine
 from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
+from engine.many_outputs import open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority
-from engine.sampling_params import SamplingParams
-from engine.stream import StreamState
+from engine.sampling_params import BeamSearchParams, SamplingParams
 
 Prompt = str | list[int]
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -28,7 +29,7 @@ class LLM:
 
     def __init__(self, model: str | Path = "default", **kwargs: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_kwargs(str(model), **kwargs))
-        self._streams: dict[int, StreamState] = {}
+        self._streams: dict[int, Any] = {}  # what open_state returns
         self._kept: list[RequestOutput] = []
 
     @property
@@ -39,13 +40,14 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         use_tqdm: bool = True,
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many (text or token ids); results stand in input order.
+        """Generate for one prompt or many (text or token ids); results stand in input order. A result's `outputs` are
+        its n continuations, or its beams, best first.
 
         Cached blocks serve only prompts of the same cache_salt (at most 256 characters).
         A request that cannot be served has finish_reason "error" and its cause; ValueError is raised only for
@@ -89,7 +91,7 @@ class LLM:
     def generate_single(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         cache_salt: str = "",
@@ -100,7 +102,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         cache_salt: str = "",
@@ -114,7 +116,7 @@ class LLM:
     def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         cache_salt: str = "",
@@ -123,7 +125,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         ids = self.engine.encode(prompt)
         request_id = self.engine.add_request(ids, params, priority, cache_salt=cache_salt)
-        self._streams[request_id] = StreamState(request_id, ids, params, self.tokenizer)
+        self._streams[request_id] = open_state(request_id, ids, params, self.tokenizer)
         return request_id
 
     def abort(self, request_id: int) -> None:
@@ -168,19 +170,20 @@ class LLM:
         self.engine.exit()
 
     def _advance(self) -> list[RequestOutput]:
-        outputs = []
+        advanced = {}
         for step in self.engine.step():
             stream = self._streams.get(step.request_id)
             if stream is None:
                 # The engine's last word on a request that a stop string has ended.
                 continue
-            stream.feed(step)
+            if stream.feed(step) is None:  # likewise on one of its continuations
+                continue
             if stream.stopped_by_text:
-                self.engine.abort(step.request_id, "stop")
+                self.engine.abort(step.request_id, "stop", step.index)
             if stream.finished:
                 del self._streams[step.request_id]
-            outputs.append(stream.output())
-        return outputs
+            advanced[step.request_id] = stream
+        return [stream.output() for stream in advanced.values()]
 
 
 class AsyncLLM:
@@ -203,7 +206,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         cache_salt: str = "",
@@ -220,7 +223,7 @@ class AsyncLLM:
     async def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         cache_salt: str = "",

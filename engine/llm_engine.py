@@ -6,16 +6,19 @@ import itertools
 import random
 import time
 
+from engine.beam_search import BeamSearch
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.events import EventLog
 from engine.explain import Explanation, explain
 from engine.loading import EngineParts, Progress, load_parts
+from engine.model_runner import StepHandle
+from engine.noise import fork_seed
 from engine.origin import Origin
-from engine.outputs import RequestPriority, StepOutput
+from engine.outputs import RequestPriority, StepOutput, TokenLogprobs
 from engine.recovery import StepExecutor
 from engine.sampler import BAD_TOKEN
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -63,21 +66,25 @@ class LLMEngine:
         self._ids = itertools.count(1)
         self._arrivals = itertools.count()
         self._random = random.Random(config.seed)
-        self._live: dict[int, Sequence] = {}
+        self._live: dict[int, Sequence] = {}  # by request, the one that computes the prompt
+        self._forks: dict[int, list[Sequence]] = {}  # by request of several, those that have not ended
         self._pending: list[StepOutput] = []
 
     # -- requests -------------------------------------------------------------------------------------
 
     def validate(
-        self, prompt_ids: list[int], params: SamplingParams, priority: int = RequestPriority.NORMAL
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        priority: int = RequestPriority.NORMAL,
     ) -> None:
-        """Raise ValueError for an empty prompt, an id outside the vocabulary, text stops without a tokenizer, or
-        a priority that is none."""
+        """Raise ValueError for an empty prompt, an id outside the vocabulary, text stops without a tokenizer, more
+        beams than run at once, or a priority that is none."""
         if priority not in tuple(RequestPriority):
             names = ", ".join(f"{p.value} ({p.name})" for p in RequestPriority)
             raise ValueError(f"priority={priority!r} must be one of {names}")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params={params!r} must be a SamplingParams; beam search is not available yet")
+        if not isinstance(params, (SamplingParams, BeamSearchParams)):
+            raise ValueError(f"sampling_params={params!r} must be a SamplingParams or BeamSearchParams")
         if not prompt_ids:
             raise ValueError("prompt has 0 tokens; at least 1 is needed")
         size = self.model_config.vocab_size
@@ -87,9 +94,19 @@ class LLMEngine:
         if min(prompt_ids) < 0 or max(prompt_ids) >= size:
             wrong = next(i for i in prompt_ids if not 0 <= i < size)
             raise ValueError(f"prompt holds token id {wrong}; ids of this model go from 0 to {size - 1}")
-        for token in params.stop_token_ids:
-            if token >= size:
-                raise ValueError(f"stop_token_ids holds {token}; ids of this model go from 0 to {size - 1}")
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > self.scheduler.max_num_seqs:
+                raise ValueError(
+                    f"beam_width={params.beam_width} is above max_num_seqs={self.scheduler.max_num_seqs}, and the "
+                    "beams of a search run together; ask for fewer, or start the engine with more"
+                )
+            if max(2, 1 + len(self.model_config.eos_token_ids)) * params.beam_width > size:
+                raise ValueError(f"beam_width={params.beam_width} is too many for a vocabulary of {size} tokens")
+            return
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token in ids:
+                if token >= size:
+                    raise ValueError(f"{name} holds {token}; ids of this model go from 0 to {size - 1}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model's folder has none; use stop_token_ids")
 
@@ -110,7 +127,7 @@ class LLMEngine:
     def add_request(
         self,
         prompt: str | list[int],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
         owner: int = 0,
@@ -129,9 +146,14 @@ class LLMEngine:
         params = sampling_params or SamplingParams()
         prompt_ids = self.encode(prompt)
         self.validate(prompt_ids, params, priority)
+        beams = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            params = SamplingParams(temperature=0, max_tokens=params.max_tokens, seed=0)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= set(self.model_config.eos_token_ids)
+        count = beams.beam_width if beams else params.n
+        arrival_order, *_ = (next(self._arrivals) for _ in range(count))
         seq = Sequence(
             self.new_request_id() if request_id is None else request_id,
             prompt_ids,
@@ -140,7 +162,7 @@ class LLMEngine:
             max_tokens=min(params.max_tokens, self.max_model_len - len(prompt_ids)),
             stop_ids=frozenset(stop_ids),
             priority=RequestPriority(priority),
-            arrival_order=next(self._arrivals),
+            arrival_order=arrival_order,
             owner=owner,
             turn=turn,
             salt=origin.salt,
@@ -149,22 +171,35 @@ class LLMEngine:
         error = self._unservable(len(prompt_ids))
         if error is not None:
             seq.finish_reason, seq.error = "error", error
-            self._pending.append(self._output(seq, []))
+            for index in range(1 if beams else count):
+                output = self._output(seq, [])
+                output.index, output.ends_request = index, index == count - 1 or beams is not None
+                self._pending.append(output)
             self.events.add("error", owner, seq.request_id, 0, error)
             return seq.request_id
+        if count > 1:
+            seq.make_forks([fork_seed(seq.seed, index) for index in range(1, count)])
+            self._forks[seq.request_id] = [seq, *seq.forks]
+        if beams:
+            BeamSearch(seq, beams, seq.stop_ids, seq.max_tokens)
         self._live[seq.request_id] = seq
         self.scheduler.add(seq)
         return seq.request_id
 
-    def abort(self, request_id: int, reason: str = "abort") -> None:
-        """End a request and free its blocks now; unknown or finished ids are a no-op.
+    def abort(self, request_id: int, reason: str = "abort", index: int | None = None) -> None:
+        """End a request, or of its n continuations the one with `index`, and free the blocks now; what is unknown or
+        has ended is a no-op.
 
-        Its last output, with `reason`, comes with the next step.
+        The last outputs, with `reason`, come with the next step.
         """
-        seq = self._live.get(request_id)
-        if seq is None:
+        lead = self._live.get(request_id)
+        if lead is None:
             return
-        self._finish(seq, reason, None, self._pending)
+        for seq in self._forks.get(request_id, [lead]).copy():
+            if index is None or (seq.index == index and not lead.forks):
+                self._finish(seq, reason, None, self._pending)
+            if lead.beam:
+                return  # its beams have ended with it
 
     def is_finished(self) -> bool:
         """True when no request is left and no output waits for a step()."""
@@ -199,8 +234,7 @@ class LLMEngine:
         started = time.perf_counter()
         plan = self.scheduler.plan()
         for seq in plan.finished:
-            self._close(seq)
-            outputs.append(self._output(seq, []))
+            self._finish(seq, "length", None, outputs)
         if not plan.items:
             return outputs
         self._note_first_schedule(plan, started)
@@ -208,6 +242,9 @@ class LLMEngine:
             self.runner.scrub(self.blocks.doubtful_in_use)
             self.blocks.doubtful_in_use.clear()
         try:
+            if self.blocks.pending_copies:
+                self.runner.copy_blocks(self.blocks.pending_copies)
+                self.blocks.pending_copies.clear()
             outcome = self.executor.run(plan)
         except RanksLost as loss:
             self.scheduler.revert(plan.items)
@@ -225,10 +262,11 @@ class LLMEngine:
         self._ranks_just_lost = False
         self.scheduler.revert(outcome.postponed)
         for seq, cause in outcome.failed:
-            self._finish(seq, "error", cause, outputs)
+            if not seq.is_finished:  # a beam, whose search has ended with another beam
+                self._finish(seq, "error", cause, outputs)
         prefill = decodes = sampled = 0
-        for part, token_ids, _ in outcome.done:
-            outputs.extend(self._apply(part, token_ids))
+        for part, token_ids, handle in outcome.done:
+            outputs.extend(self._apply(part, token_ids, handle))
             decodes += part.num_decodes
             prefill += part.num_tokens - part.num_decodes
             sampled += len(token_ids)
@@ -286,36 +324,68 @@ class LLMEngine:
                 seq.metrics.first_scheduled = now
                 self.stats.record_admission(seq.num_prompt_tokens, seq.num_cached_tokens)
 
-    def _apply(self, plan: StepPlan, token_ids: list[int]) -> list[StepOutput]:
+    def _apply(self, plan: StepPlan, token_ids: list[int], handle: StepHandle) -> list[StepOutput]:
         """Append what was sampled, index the blocks that were filled, end what is done."""
         outputs: list[StepOutput] = []
         sampled = iter(token_ids)
         now = time.perf_counter()
+        for seq, logprobs in handle.prompt_logprobs:
+            assert seq.prompt_logprobs is not None
+            seq.prompt_logprobs.extend(logprobs)
         for item in plan.items:
             seq = item.seq
-            seq.num_computed_tokens = seq.num_planned_tokens
-            new: list[int] = []
-            if item.samples:
-                token = next(sampled)
-                seq.num_placeholders -= 1
-                if token == BAD_TOKEN:
-                    # What this sequence wrote cannot be trusted, nor what it read: nobody may find it again.
-                    self.blocks.distrust(seq)
-                    self._finish(seq, "error", "the model produced logits that are not finite", outputs)
-                    continue
-                new = [token]
-                seq.token_ids.append(token)
-                if not seq.metrics.first_token:
-                    seq.metrics.first_token = now
-                seq.metrics.last_token = now
-            self.blocks.index_full_blocks(seq)
-            reason = self._finish_reason(seq, new)
-            if reason is not None:
-                self._finish(seq, reason, None, outputs, new)
+            if seq.is_finished:  # a beam, whose search has ended with another beam of this step
+                if item.samples:
+                    next(sampled)
                 continue
-            first = bool(new) and seq.num_output_tokens == 1
-            outputs.append(self._output(seq, new, list(seq.block_table) if first else None))
+            seq.num_computed_tokens = seq.num_planned_tokens
+            if not item.samples:
+                self.blocks.index_full_blocks(seq)
+                outputs.append(self._output(seq, []))
+                continue
+            seq.num_placeholders -= 1
+            token = next(sampled)
+            if token == BAD_TOKEN:
+                # What this sequence wrote cannot be trusted, nor what it read: nobody may find it again.
+                self.blocks.distrust(seq)
+                for one in seq.drawn:
+                    self._finish(one, "error", "the model produced logits that are not finite", outputs)
+                for _ in seq.drawn[1:]:  # drawn from the same logits
+                    next(sampled)
+                continue
+            self.blocks.index_full_blocks(seq)
+            if seq.beam is not None:
+                self._report_beam(seq, handle.logprobs[seq], now, outputs)
+                continue
+            forks = seq.forks
+            if forks:
+                self.scheduler.start_forks(seq)
+            self._take(seq, token, handle, now, outputs)
+            for fork in forks:
+                self._take(fork, next(sampled), handle, now, outputs)
         return outputs
+
+    def _take(self, seq: Sequence, token: int, handle: StepHandle, now: float, outputs: list[StepOutput]) -> None:
+        new = [token]
+        seq.token_ids.append(token)
+        if not seq.metrics.first_token:
+            seq.metrics.first_token = now
+        seq.metrics.last_token = now
+        logprobs = None if seq.num_logprobs is None else [handle.logprobs[seq]]
+        reason = self._finish_reason(seq, new)
+        if reason is not None:
+            self._finish(seq, reason, None, outputs, new, logprobs)
+            return
+        first = seq.num_output_tokens == 1
+        outputs.append(self._output(seq, new, list(seq.block_table) if first else None, logprobs))
+
+    def _report_beam(self, seq: Sequence, logprobs: TokenLogprobs, now: float, outputs: list[StepOutput]) -> None:
+        assert seq.beam is not None
+        metrics = seq.beam.sequences[0].metrics
+        metrics.first_token = metrics.first_token or now
+        metrics.last_token = now
+        if seq.beam.report(seq, logprobs) and not seq.beam.advance(self.scheduler.share):
+            self._finish(seq, "length", None, outputs)
 
     def _finish_reason(self, seq: Sequence, new: list[int]) -> str | None:
         if not new:
@@ -325,25 +395,50 @@ class LLMEngine:
         return "length" if seq.num_output_tokens >= seq.max_tokens else None
 
     def _finish(
-        self, seq: Sequence, reason: str, error: str | None, outputs: list[StepOutput], new: list[int] | None = None
+        self,
+        seq: Sequence,
+        reason: str,
+        error: str | None,
+        outputs: list[StepOutput],
+        new: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
+        """End seq, with all beams of its search where it is one of them; outputs gets its last word."""
         table, computed = list(seq.block_table), seq.num_computed_tokens  # both end with it
-        self.scheduler.finish(seq, reason, error)
-        self._close(seq)
-        outputs.append(self._output(seq, new or [], table, computed))
+        for one in seq.beam.sequences if seq.beam else (seq,):
+            self.scheduler.finish(one, reason, error)
+            self._close(one)
+        last = self._output(seq.beam.sequences[0] if seq.beam else seq, new or [], table, logprobs, computed)
+        if seq.beam:
+            last.beams = seq.beam.results()
+            if reason == "length" and last.beams:
+                last.finish_reason = last.beams[0].finish_reason
+        outputs.append(last)
 
     def _close(self, seq: Sequence) -> None:
-        del self._live[seq.request_id]
-        self.runner.forget(seq.request_id)
+        """Forget seq, which has ended, and its request where no other continuation of it is left."""
+        self.runner.forget(seq.seq_id)
         self.stats.num_preemptions += seq.metrics.num_preemptions
+        others = self._forks.get(seq.request_id)
+        if others is not None:
+            others.remove(seq)
+            if others:
+                return
+            del self._forks[seq.request_id]
+        del self._live[seq.request_id]
         kind = seq.finish_reason if seq.finish_reason in ("abort", "error") else "finish"
         self.events.add(kind, seq.owner, seq.request_id, seq.num_output_tokens, seq.error or "")
 
     def _output(
-        self, seq: Sequence, new: list[int], block_table: list[int] | None = None, computed: int | None = None
+        self,
+        seq: Sequence,
+        new: list[int],
+        block_table: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        computed: int | None = None,
     ) -> StepOutput:
         computed = min(seq.num_computed_tokens if computed is None else computed, seq.num_prompt_tokens)
-        return StepOutput(
+        output = StepOutput(
             request_id=seq.request_id,
             new_token_ids=new,
             finish_reason=seq.finish_reason,
@@ -353,4 +448,11 @@ class LLMEngine:
             num_computed_tokens=seq.num_prompt_tokens if seq.num_output_tokens else computed,
             block_table=block_table,
             metrics=seq.metrics,
+            index=seq.index,
+            logprobs=logprobs,
         )
+        if seq.finish_reason is not None:
+            output.ends_request = seq.request_id not in self._live
+        if seq.prompt_logprobs is not None and new and seq.num_output_tokens == 1:
+            output.prompt_logprobs = seq.prompt_logprobs
+        return output

@@ -7,7 +7,7 @@ returns a handle; collect() waits for it and brings the sampled ids to the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from engine.device import DevicePlan
+from engine.logprobs import Scores, score, score_prompt
+from engine.outputs import TokenLogprobs
 from engine.sampler import Sampler, SamplingRow
-from engine.scheduler import StepPlan
+from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from models.batch import ForwardBatch
 from models.config import ModelConfig
@@ -31,10 +33,18 @@ _WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step in flight. token_ids int64 [R] stays on the device until collect()."""
+    """A step in flight. token_ids int64 [R], of R sequences, stays on the device until collect(), and so do the scores.
+
+    collect() fills logprobs, by sequence, and prompt_logprobs, the next ones of each sequence's prompt.
+    """
 
     sequences: list[Sequence]
     token_ids: torch.Tensor | None
+    scores: Scores | None = None
+    scored: list[int] = field(default_factory=list)
+    prompt_scores: list[tuple[Sequence, Scores]] = field(default_factory=list)
+    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -105,25 +115,45 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start the step of `plan`; every planned sequence has its blocks already."""
-        batch, sampled = self._prepare(plan)
+        batch, rows = self._prepare(plan)
         hidden = self.model(batch)
+        sampled = rows.sampled
+        prompt_scores = [(item.seq, self._score_prompt(hidden, first, item)) for first, item in rows.prompts]
         if not sampled:
-            return StepHandle([], None)
+            return StepHandle([], None, prompt_scores=prompt_scores)
+        if rows.prompts or len(sampled) > len(hidden):
+            hidden = hidden.index_select(0, self._to_device(torch.tensor(rows.sampled_rows)))
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return StepHandle([], None)
-        rows = [_sampling_row(seq) for seq in sampled]
-        return StepHandle(sampled, self.sampler(logits, self.sampler.prepare(rows)))
+        settings = self.sampler.prepare([_sampling_row(seq) for seq in sampled])
+        token_ids = self.sampler(logits, settings)
+        handle = StepHandle(sampled, token_ids, prompt_scores=prompt_scores)
+        if settings.scored is not None:
+            handle.scores, handle.scored = score(logits, token_ids, settings.scored), settings.scored.index
+        return handle
 
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
         were not finite. On a rank other than 0 there are none."""
+        handle.prompt_logprobs = [(seq, scores.read()) for seq, scores in handle.prompt_scores]
+        if handle.scores is not None:
+            found = zip(handle.scored, handle.scores.read(), strict=True)
+            handle.logprobs = {handle.sequences[i]: logprobs for i, logprobs in found}
         if handle.token_ids is None:
             if self.device.device.type == "cuda":
                 # The host buffers are filled anew for the next step; this one must have read them.
                 torch.cuda.current_stream().synchronize()
             return []
         return handle.token_ids.tolist()
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        """Copy whole blocks, {destination: source}, in every layer, as if all at once; before the step that writes."""
+        assert self.kv_cache is not None
+        device = self.device.device
+        targets, sources = (torch.tensor(list(ids), device=device) for ids in (copies, copies.values()))
+        self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> int:
@@ -181,12 +211,12 @@ class ModelRunner:
         assert self.kv_cache is not None
         self.kv_cache[:, :, blocks] = 0
 
-    def forget(self, request_id: int) -> None:
-        """Drop what is kept for a request that has ended."""
-        row = self._rows.pop(request_id, None)
+    def forget(self, seq_id: int) -> None:
+        """Drop what is kept for a sequence that has ended."""
+        row = self._rows.pop(seq_id, None)
         if row is not None:
             self._free_rows.append(row.index)
-        self.sampler.forget(request_id)
+        self.sampler.forget(seq_id)
 
     def exit(self) -> None:
         """Let go of the model's and the pool's memory; a second call is a no-op."""
@@ -196,11 +226,11 @@ class ModelRunner:
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _prepare(self, plan: StepPlan) -> tuple[ForwardBatch, list[Sequence]]:
+    def _prepare(self, plan: StepPlan) -> tuple[ForwardBatch, _HiddenRows]:
         ids, positions, slots = self._input_ids.numpy(), self._positions.numpy(), self._slots.numpy()
         block_size, offset = self.block_size, 0
         logits_indices: list[int] = []
-        sampled: list[Sequence] = []
+        hidden_rows = _HiddenRows([], [], [])
         rows: list[int] = []
         for item in plan.items:
             seq, start, count = item.seq, item.start, item.num_tokens
@@ -216,10 +246,14 @@ class ModelRunner:
                 positions[offset : offset + count] = where
                 blocks = self._tables[row, where // block_size]
                 slots[offset : offset + count] = blocks * block_size + where % block_size
+            if seq.prompt_logprobs is not None and (wanted := seq.unscored_prompt(start, start + count)):
+                hidden_rows.prompts.append((len(logits_indices), item))
+                logits_indices.extend(range(offset + wanted.start - start, offset + wanted.stop - start))
             offset += count
             if item.samples:
+                hidden_rows.sampled.extend(seq.drawn)
+                hidden_rows.sampled_rows.extend([len(logits_indices)] * len(seq.drawn))
                 logits_indices.append(offset - 1)
-                sampled.append(seq)
         width = max(len(item.seq.block_table) for item in plan.items)
         batch = ForwardBatch(
             input_ids=self._to_device(self._input_ids[:offset]),
@@ -236,7 +270,14 @@ class ModelRunner:
         )
         if self._wants_lengths:
             self._add_device_lengths(batch)
-        return batch, sampled
+        return batch, hidden_rows
+
+    def _score_prompt(self, hidden: torch.Tensor, first: int, item: ScheduledSequence) -> Scores:
+        seq, wanted = item.seq, item.seq.unscored_prompt(item.start, item.start + item.num_tokens)
+        targets = torch.tensor(seq.token_ids[wanted.start + 1 : wanted.stop + 1], device=hidden.device)
+        rows = hidden[first : first + len(wanted)]
+        count = seq.params.prompt_logprobs or 0
+        return score_prompt(rows, targets, count, self.model.compute_logits, self.model_config.vocab_size)
 
     def _add_device_lengths(self, batch: ForwardBatch) -> None:
         count = len(batch.query_lens)
@@ -248,11 +289,11 @@ class ModelRunner:
 
     def _table_row(self, seq: Sequence) -> int:
         """The persistent block-table row of seq, brought up to date by what was added since the last step."""
-        row = self._rows.get(seq.request_id)
+        row = self._rows.get(seq.seq_id)
         if row is None:
-            row = self._rows[seq.request_id] = _TableRow(self._take_row(), seq, seq.block_table, 0)
+            row = self._rows[seq.seq_id] = _TableRow(self._take_row(), seq, seq.block_table, 0)
         if row.source is not seq.block_table:
-            # A preempted sequence came back with another table.
+            # A preempted sequence came back with another table, or a block of it was copied on write.
             row.source, row.filled = seq.block_table, 0
         if row.filled < len(seq.block_table):
             self._tables[row.index, row.filled : len(seq.block_table)] = seq.block_table[row.filled :]
@@ -262,8 +303,8 @@ class ModelRunner:
     def _take_row(self) -> int:
         if not self._free_rows:
             # Only preempted and paused sequences hold a row without running; there are never more running than rows.
-            for request_id in [r for r, row in self._rows.items() if row.seq.status is not SequenceStatus.RUNNING]:
-                self._free_rows.append(self._rows.pop(request_id).index)
+            for seq_id in [r for r, row in self._rows.items() if row.seq.status is not SequenceStatus.RUNNING]:
+                self._free_rows.append(self._rows.pop(seq_id).index)
         return self._free_rows.pop()
 
     def _host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -277,7 +318,22 @@ def _sampling_row(seq: Sequence) -> SamplingRow:
     prompt = output = ()
     if seq.params.has_penalties:
         prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
-    return SamplingRow(seq.request_id, seq.params, seq.seed, len(seq.token_ids), prompt, output)
+    banned = seq.stop_ids if seq.num_output_tokens < seq.params.min_tokens else ()
+    position = len(seq.token_ids)
+    return SamplingRow(seq.seq_id, seq.params, seq.seed, position, prompt, output, banned, seq.num_logprobs)
+
+
+@dataclass(slots=True)
+class _HiddenRows:
+    """What the hidden states [R, hidden] that a step keeps are for.
+
+    sampled        sequences that sample; sampled_rows their rows: forks share one
+    prompts        chunks whose prompt's log-probabilities are wanted, each with the first of its rows
+    """
+
+    sampled: list[Sequence]
+    sampled_rows: list[int]
+    prompts: list[tuple[int, ScheduledSequence]]
 
 
 @dataclass(slots=True)

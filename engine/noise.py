@@ -36,6 +36,11 @@ def row_key(stream: int, position: int) -> tuple[int, int]:
     return _int32(key >> 32), _int32(key & 0xFFFFFFFF)
 
 
+def fork_seed(seed: int, index: int) -> int:
+    """The seed, 0 <= seed < 2**63, of a request's continuation number `index`; the first keeps the request's own."""
+    return seed if index == 0 else mix64(seed ^ mix64(index)) >> 1
+
+
 def _int32(word: int) -> int:
     """The two's complement integer with these 32 bits: torch multiplies no unsigned ones."""
     return word - 2**32 if word >> 31 else word

@@ -10,9 +10,9 @@ the engine must see them first in any case, to decide who goes on, and a collect
 Knows nothing of processes or tensors. A message is made of plain tuples and lists, which pickle fastest:
 
     (ended, new, items, num_decodes)
-    ended  [request_id]          not to be heard of again
-    new    [(request_id, prompt ids, params, seed, max_tokens, stop_ids)]
-    items  [(request_id, start, num_tokens, samples, new token ids, blocks kept, new blocks)]
+    ended  [seq_id]          not to be heard of again
+    new    [(seq_id, request_id, prompt ids, params, seed, max_tokens, stop_ids)]
+    items  [(seq_id, start, num_tokens, samples, new token ids, blocks kept, new blocks)]
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class PlanEncoder:
         self._sent: dict[int, _Sent] = {}
         self._ended: list[int] = []
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, seq_id: int) -> None:
         """The request has ended; the next message says so. An id that was never sent is a no-op."""
-        if self._sent.pop(request_id, None) is not None:
-            self._ended.append(request_id)
+        if self._sent.pop(seq_id, None) is not None:
+            self._ended.append(seq_id)
 
     def encode(self, plan: StepPlan) -> Message:
         """What the ranks need to run this plan."""
@@ -54,12 +54,12 @@ class PlanEncoder:
         items: list[tuple[Any, ...]] = []
         for item in plan.items:
             seq = item.seq
-            sent = self._sent.get(seq.request_id)
+            sent = self._sent.get(seq.seq_id)
             if sent is None:
                 prompt = seq.token_ids[: seq.num_prompt_tokens]
-                new.append((seq.request_id, prompt, seq.params, seq.seed, seq.max_tokens, seq.stop_ids))
-                sent = self._sent[seq.request_id] = _Sent(len(prompt), seq.block_table, 0, -1)
-            items.append((seq.request_id, item.start, item.num_tokens, item.samples, *_news(seq, sent)))
+                new.append((seq.seq_id, seq.request_id, prompt, seq.params, seq.seed, seq.max_tokens, seq.stop_ids))
+                sent = self._sent[seq.seq_id] = _Sent(len(prompt), seq.block_table, 0, -1)
+            items.append((seq.seq_id, item.start, item.num_tokens, item.samples, *_news(seq, sent)))
         ended, self._ended = self._ended, []
         return ended, new, items, plan.num_decodes
 
@@ -85,17 +85,18 @@ class PlanDecoder:
     def decode(self, message: Message) -> tuple[StepPlan, list[int]]:
         """The plan, and the ids of requests that have ended, which the caller forgets before it runs the plan."""
         ended, new, items, num_decodes = message
-        for request_id in ended:
-            del self._sequences[request_id]
-        for request_id, prompt, params, seed, max_tokens, stop_ids in new:
+        for seq_id in ended:
+            del self._sequences[seq_id]
+        for seq_id, request_id, prompt, params, seed, max_tokens, stop_ids in new:
             seq = Sequence(request_id, prompt, params, seed=seed, max_tokens=max_tokens, stop_ids=stop_ids)
-            self._sequences[request_id] = seq
+            seq.seq_id = seq_id
+            self._sequences[seq_id] = seq
         # What is in no plan may be preempted or paused, and must not keep a runner's row from those that run.
         for seq in self._planned:
             seq.status = SequenceStatus.WAITING
         plan = StepPlan(num_decodes=num_decodes)
-        for request_id, start, num_tokens, samples, tokens, kept, blocks in items:
-            seq = self._sequences[request_id]
+        for seq_id, start, num_tokens, samples, tokens, kept, blocks in items:
+            seq = self._sequences[seq_id]
             seq.status = SequenceStatus.RUNNING
             seq.token_ids += tokens
             if kept:

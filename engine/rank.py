@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +56,23 @@ class RankSetup:
     attention_backend: str
     block_size: int
     limits: dict[str, int]
+
+
+@dataclass(slots=True)
+class Chores:
+    """What a rank is to do before a step: give back buffers, zero blocks, copy blocks {destination: source}."""
+
+    release_buffers: bool = False
+    scrub: list[int] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
+
+    def do(self, runner: ModelRunner) -> None:
+        if self.release_buffers:
+            runner.release_buffers()
+        if self.scrub:
+            runner.scrub(self.scrub)
+        if self.copies:
+            runner.copy_blocks(self.copies)
 
 
 def main(setup: RankSetup, channel: Connection) -> None:
@@ -170,15 +187,12 @@ def _serve(runner: ModelRunner, channel: Connection) -> None:
     collectives = [module for module in runner.model.modules() if isinstance(module, Collective)]
     decoder = PlanDecoder()
     while (message := channel.recv()) is not None:
-        step, blocks_to_scrub, release_buffers = message
+        step, chores = message
         plan, ended = decoder.decode(step)
-        for request_id in ended:
-            runner.forget(request_id)
+        for seq_id in ended:
+            runner.forget(seq_id)
         try:
-            if release_buffers:
-                runner.release_buffers()
-            if blocks_to_scrub:
-                runner.scrub(blocks_to_scrub)
+            chores.do(runner)
             token_ids = runner.collect(runner.launch(plan))
         except Exception as error:
             calls = sum(c.num_calls for c in collectives) if _is_usable(runner.device) else None

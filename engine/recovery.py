@@ -137,7 +137,8 @@ class StepExecutor:
         except BaseException:
             # What a step that broke off has left in the runner may be half written: it is built anew.
             for item in plan.items:
-                self._runner.forget(item.seq.request_id)
+                for seq in item.seq.drawn:
+                    self._runner.forget(seq.seq_id)
             raise
         finally:
             self.tokens_in_flight = 0

@@ -11,15 +11,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.many_outputs import open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
-from engine.sampling_params import SamplingParams
-from engine.stream import StreamState, merge, merge_steps
+from engine.sampling_params import BeamSearchParams, SamplingParams
+from engine.stream import merge, merge_steps
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
 
-Abort = Callable[[int, str], None]  # (request id, reason): how a stream ends its request in the engine
+# (request id, reason, index of one of n continuations or None): how a stream ends its request in the engine
+Abort = Callable[[int, str, int | None], None]
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class Submission:
 
     request_id: int
     prompt_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     priority: RequestPriority
     origin: Origin
     arrival: float
@@ -40,16 +42,21 @@ class Stream:
     def __init__(self, request: Submission, tokenizer: Tokenizer | None, abort: Abort) -> None:
         self.request_id = request.request_id
         self._abort = abort
-        self._state = StreamState(request.request_id, request.prompt_ids, request.params, tokenizer)
+        self._state = open_state(request.request_id, request.prompt_ids, request.params, tokenizer)
 
     def abort(self) -> None:
         """End the request; the stream then ends with finish_reason "abort" and its figures. Twice is a no-op."""
         if not self._state.finished:
-            self._abort(self.request_id, "abort")
+            self._abort(self.request_id, "abort", None)
 
     def output(self) -> RequestOutput:
         """Everything received so far as one result."""
         return self._state.output()
+
+    @property
+    def num_outputs(self) -> int:
+        """How many continuations end with a finish_reason of their own before the stream does."""
+        return self._state.num_outputs
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -59,13 +66,14 @@ class Stream:
         if self._state.finished:
             return None
         delta = self._state.feed(output)
-        if self._state.stopped_by_text:
-            self._abort(self.request_id, "stop")
+        if delta is not None and self._state.stopped_by_text:
+            self._abort(self.request_id, "stop", output.index)
         return delta
 
 
 class RequestStream(Stream):
-    """`async for delta in stream`: deltas merged since the last read; ends after the one with a finish_reason.
+    """`async for delta in stream`: deltas merged since the last read, each continuation's apart; ends when all of them
+    have said their finish_reason.
 
     Belongs to the event loop that submitted it, and to one reader.
     """
@@ -75,28 +83,26 @@ class RequestStream(Stream):
     ) -> None:
         super().__init__(request, tokenizer, abort)
         self.loop = loop
-        self._unread: Delta | None = None
+        self._unread: dict[int, Delta] = {}
         self._arrived = asyncio.Event()
-        self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._unread and self._state.finished:
             raise StopAsyncIteration
         await self._arrived.wait()
-        self._arrived.clear()
-        delta, self._unread = self._unread, None
-        assert delta is not None
-        self._ended = delta.finish_reason is not None
+        delta = self._unread.pop(next(iter(self._unread)))
+        if not self._unread:
+            self._arrived.clear()
         return delta
 
     def deliver(self, output: StepOutput) -> None:
         """Take one step's output; called on the stream's own loop."""
         delta = self._feed(output)
         if delta is not None:
-            self._unread = merge(self._unread, delta)
+            self._unread[delta.index] = merge(self._unread.get(delta.index), delta)
             self._arrived.set()
 
 
@@ -105,15 +111,15 @@ class BlockingStream(Stream):
 
     def __init__(self, request: Submission, tokenizer: Tokenizer | None, abort: Abort) -> None:
         super().__init__(request, tokenizer, abort)
-        self._unread: StepOutput | None = None
+        self._unread: dict[int, StepOutput] = {}
         self._arrived = threading.Condition()
 
     def __iter__(self) -> Iterator[Delta]:
         while not self._state.finished:
             with self._arrived:
-                while self._unread is None:
+                while not self._unread:
                     self._arrived.wait()
-                output, self._unread = self._unread, None
+                output = self._unread.pop(next(iter(self._unread)))
             delta = self._feed(output)
             if delta is not None:
                 yield delta
@@ -121,7 +127,7 @@ class BlockingStream(Stream):
     def put(self, output: StepOutput) -> None:
         """Take one step's output; called by the engine thread. What was not read yet is merged with it."""
         with self._arrived:
-            self._unread = merge_steps(self._unread, output)
+            self._unread[output.index] = merge_steps(self._unread.get(output.index), output)
             self._arrived.notify()
 
 

@@ -2,10 +2,11 @@
 
 The order is that of transformers' logits processors, so that the same settings mean the same here:
 
-    repetition penalty (prompt + output), presence and frequency (output only)
+    logit bias and the ids that min_tokens rules out
+    -> repetition penalty (prompt + output), presence and frequency (output only)
     -> temperature -> top_k -> top_p over what top_k left -> min_p
 
-Penalties act on raw logits because their scale is defined there. Temperature comes before the truncations,
+Bias and penalties act on raw logits because their scale is defined there. Temperature comes before the truncations,
 so top_p and min_p see the distribution that is drawn from. min_p is relative to the most likely token and
 hence indifferent to the renormalisations before it.
 
@@ -24,7 +25,7 @@ decisions are per row, so a row's token never depends on its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.logit_bias import BiasRequest, BiasRows, LogitBias
+from engine.logprobs import ScoredRows
 from engine.noise import TokenNoise, mix64, row_key
 from engine.penalties import PenaltyHistory, PenaltyRows
 from engine.sampling_params import SamplingParams
@@ -47,7 +50,8 @@ class SamplingRow(NamedTuple):
     """One row of logits: whose it is, and the index in the sequence of the token to be chosen.
 
     request_id keys all per-request state. params, seed and prompt_ids are fixed for its lifetime, output_ids
-    grows. seed is 0 <= seed < 2**63.
+    grows. seed is 0 <= seed < 2**63. banned are ids that may not be chosen: the same at every step, until there
+    are none. num_logprobs: how many alternatives' log-probabilities are wanted; None: not even the chosen token's.
     """
 
     request_id: int
@@ -56,6 +60,8 @@ class SamplingRow(NamedTuple):
     position: int
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    banned: Collection[int] = ()
+    num_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +98,8 @@ class SamplingBatch:
     race         (temperature float32 [R], 0 where greedy; streams int64 [R]; positions int64 [R], this step's) for the
                  kernel that draws them all at once; None where there is none or a row is truncated
     penalized    rows with penalties; their request ids; their indices
+    biased       what is added to the logits; restricted: indices of the rows that have banned ids
+    scored       rows whose log-probabilities are wanted
     """
 
     request_ids: tuple[int, ...]
@@ -102,6 +110,9 @@ class SamplingBatch:
     penalized_ids: list[int]
     penalized_index: list[int]
     race: tuple[Tensor, Tensor, Tensor] | None
+    biased: BiasRows | None
+    restricted: list[int]
+    scored: ScoredRows | None
 
     @property
     def all_greedy(self) -> bool:
@@ -125,6 +136,7 @@ class Sampler:
         self._ids = torch.arange(vocab_size, dtype=torch.float32, device=self.device)  # exact below 2**24
         self._noise = TokenNoise(vocab_size, self.device)
         self._history = PenaltyHistory(self.device)
+        self._bias = LogitBias(self.device)
         self._last: SamplingBatch | None = None
         self._kernel = kernels.load("sampling", self.device)
 
@@ -133,7 +145,7 @@ class Sampler:
         """Settings of this step. While the requests stay the same only noise keys and new tokens are sent."""
         request_ids = tuple([row.request_id for row in rows])
         batch = self._last
-        if batch is None or batch.request_ids != request_ids:
+        if batch is None or batch.request_ids != request_ids or not all(rows[i].banned for i in batch.restricted):
             batch = self._last = self._build(rows, request_ids)
         if batch.race is not None:
             positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=self.device)
@@ -158,6 +170,8 @@ class Sampler:
                 f"logits of shape {tuple(logits.shape)} do not fit {len(batch.request_ids)} rows "
                 f"of a vocabulary of {self.vocab_size}"
             )
+        if batch.biased is not None:
+            logits = self._bias.apply(logits, batch.biased)
         if batch.penalized is not None:
             logits = self._history.apply(logits, batch.penalized, batch.penalized_ids)
         if batch.race is not None:
@@ -183,6 +197,7 @@ class Sampler:
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended; an unknown id is a no-op."""
         self._history.forget(request_id)
+        self._bias.forget(request_id)
         if self._last is not None and request_id in self._last.request_ids:
             self._last = None
 
@@ -236,12 +251,15 @@ class Sampler:
         whole: list[int] = []
         truncated: list[int] = []
         penalized: list[int] = []
+        biased: list[BiasRequest] = []
         for i, row in enumerate(rows):
             params = row.params
             if not params.greedy:
                 (truncated if self._truncates(params) else whole).append(i)
             if params.has_penalties:
                 penalized.append(i)
+            if params.logit_bias or row.banned:
+                biased.append(BiasRequest(i, row.request_id, params.logit_bias, row.banned))
         streams = [mix64(row.seed) for row in rows]
         return SamplingBatch(
             request_ids=request_ids,
@@ -252,6 +270,9 @@ class Sampler:
             penalized_ids=[rows[i].request_id for i in penalized],
             penalized_index=penalized,
             race=self._race(rows, streams) if self._kernel is not None and not truncated else None,
+            biased=self._bias.rows(biased) if biased else None,
+            restricted=[b.row for b in biased if b.banned],
+            scored=self._scored_rows(rows),
         )
 
     def _race(self, rows: Sequence[SamplingRow], streams: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,6 +318,14 @@ class Sampler:
             frequency=self._column([p.frequency_penalty for p in params]),
             counts_needed=any(p.presence_penalty or p.frequency_penalty for p in params),
         )
+
+    def _scored_rows(self, rows: Sequence[SamplingRow]) -> ScoredRows | None:
+        index = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
+        if not index:
+            return None
+        whole = len(index) == len(rows)
+        counts = [rows[i].num_logprobs or 0 for i in index]
+        return ScoredRows(index, None if whole else torch.tensor(index, device=self.device), counts)
 
     def _column(self, values: list, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)[:, None]

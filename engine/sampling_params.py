@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_N = 16
+MAX_BIAS = 100.0
 
 
 @dataclass(slots=True)
@@ -23,10 +26,18 @@ class SamplingParams:
     presence_penalty    [-2, 2]; subtracted once from tokens seen in the output
     frequency_penalty   [-2, 2]; subtracted per occurrence in the output
     max_tokens          >= 1 new tokens
+    min_tokens          0..max_tokens; before as many tokens neither an end-of-sequence token nor a stop id is chosen,
+                        and no stop string is looked for in their text
     seed                None or 0 <= seed < 2**63; the same seed gives the same tokens whatever else is in the batch
     stop                a string or up to 16 strings; the text ends before the first that appears
     stop_token_ids      ids that end the request as the end-of-sequence token does
     ignore_eos          the end-of-sequence token does not end the request
+    logprobs            None or 0..20: of every output token the log-probability, and as many of the likeliest
+                        alternatives; log_softmax of the model's own logits, before bias, penalties and temperature
+    logit_bias          {token id: -100..100} added to the model's logits before everything else
+    n                   1..16 continuations of one computation of the prompt; each has its own noise, and the first is
+                        what n=1 gives with the same seed
+    prompt_logprobs     as logprobs, of every prompt token after the first; the prompt is then computed whole
     """
 
     temperature: float = 1.0
@@ -45,6 +56,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     n: int = 1
+    prompt_logprobs: int | None = None
     _greedy: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
@@ -76,14 +88,12 @@ class SamplingParams:
         self.stop_token_ids = tuple(self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
-        for name, value, neutral in (
-            ("logprobs", self.logprobs, None),
-            ("logit_bias", self.logit_bias or None, None),
-            ("n", self.n, 1),
-            ("min_tokens", self.min_tokens, 0),
-        ):
-            if value != neutral:
-                raise ValueError(f"{name}={value!r} is not available yet; this version supports {neutral!r} only")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("n", self.n, 1, MAX_N)
+        self.logit_bias = _checked_bias(self.logit_bias)
         self._greedy = self.temperature == 0 or self.top_p == 0 or self.top_k == 1
 
     @property
@@ -98,17 +108,39 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """Beam search, with transformers' meaning of every field. Not available yet: using it raises ValueError."""
+    """Beam search, with transformers' meaning of every field (num_beams, max_new_tokens, ...).
+
+    beam_width      >= 1 beams, which run at the same time
+    max_tokens      >= 1 new tokens
+    length_penalty  a beam's score is its log-probability divided by its new tokens to this power: above 0 favours
+                    long ones
+    early_stopping  True: ends with beam_width finished beams; False: once no better one is likely; "never": once
+                    no better one is possible
+    """
 
     beam_width: int = 5
     max_tokens: int = 50
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, 1, None)
         _integer("max_tokens", self.max_tokens, 1, None)
         _number("length_penalty", self.length_penalty, None, None)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+
+
+def _checked_bias(bias: Any) -> dict[int, float] | None:
+    """A copy, None where it is empty."""
+    if bias is None:
+        return None
+    if not isinstance(bias, dict):
+        raise ValueError(f"logit_bias={bias!r} must be a dict of token ids and numbers from -100 to 100")
+    for token, value in bias.items():
+        _integer("logit_bias", token, 0, None)
+        _number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
+    return dict(bias) or None
 
 
 def _number(name: str, value: Any, low: float | None, high: float | None, open_low: bool = False) -> None:

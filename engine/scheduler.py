@@ -40,6 +40,16 @@ class StepPlan:
     finished: list[Sequence] = field(default_factory=list)
 
 
+def _rank_beside(seq: Sequence, fork: Sequence) -> tuple[int, int, int]:
+    """The rank of a continuation of the request that seq belongs to."""
+    return (*by_rank(seq)[:2], fork.arrival_order)
+
+
+def _members(seq: Sequence) -> tuple[Sequence, ...]:
+    """The sequences that are preempted together: a search's beams, otherwise seq alone."""
+    return seq.beam.sequences if seq.beam else (seq,)
+
+
 class Scheduler:
     """Owns the waiting and the running sequences. `token_budget` may be lowered between steps.
 
@@ -99,11 +109,37 @@ class Scheduler:
         """End seq wherever it stands; its blocks come back exactly once. A second call is a no-op."""
         if seq.is_finished:
             return
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
+        if seq.status is not SequenceStatus.UNBORN:
+            (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
         self.blocks.release(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.error = error
+
+    def start_forks(self, seq: Sequence) -> None:
+        """seq has just computed its prompt: its forks run beside it on the same blocks, or, beyond max_num_seqs, wait
+        for a place (and then find the prompt in the cache, where it still is)."""
+        for fork in seq.forks:
+            fork.was_admitted = True
+            fork.num_cached_tokens = seq.num_cached_tokens
+            if len(self._active()) < self.max_num_seqs:
+                self.share(seq, fork)
+            else:
+                fork.rank = _rank_beside(seq, fork)
+                fork.metrics.first_scheduled = seq.metrics.first_scheduled
+                fork.status = SequenceStatus.WAITING
+                self.add(fork)
+        seq.forks = ()
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Let child run on what parent has computed, in place of any blocks of its own."""
+        self.blocks.release(child)
+        self.blocks.fork(parent, child)
+        child.metrics.first_scheduled = parent.metrics.first_scheduled
+        if child.status is SequenceStatus.UNBORN:
+            child.rank = _rank_beside(parent, child)
+            child.status = SequenceStatus.RUNNING
+            self.running.append(child)
 
     # -- internals ------------------------------------------------------------------------------------
 
@@ -130,16 +166,18 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, seq: Sequence) -> bool:
         """Find seq a block for its next token, by preempting others where need be."""
         while not self.blocks.grow(seq, seq.num_tokens):
-            victim = max(self.running, key=by_rank)
-            if victim is seq and len(self.running) == 1:
+            own = _members(seq)
+            if len(self.running) <= len(own) and all(other in own for other in self.running):
                 if self.blocks.release_pin_for(seq):
                     continue
                 # Every block of the pool is its own: there is nothing to wait for.
-                self.finish(seq, "length")
+                for member in own:
+                    self._unplan(plan, member)
+                    self.finish(member, "length")
                 plan.finished.append(seq)
                 return False
-            self._preempt(plan, victim)
-            if victim is seq:
+            self._preempt(plan, max(self.running, key=by_rank))
+            if seq.status is not SequenceStatus.RUNNING:
                 return False
         return True
 
@@ -170,6 +208,8 @@ class Scheduler:
         favourite = self.waiting.favourite(self.blocks.resident_prefix, before)
         for seq in dict.fromkeys((favourite, head)):
             if seq is not head and self._outgrew_the_pool(seq):
+                continue
+            if not self._has_place(seq, active):
                 continue
             matched = self.blocks.match_prefix(seq)
             if not self._find_room(plan, seq, matched, active):
@@ -209,12 +249,27 @@ class Scheduler:
     def _outgrew_the_pool(self, seq: Sequence) -> bool:
         return self.blocks.blocks_for(len(seq.token_ids)) > self.blocks.num_blocks
 
+    def _has_place(self, seq: Sequence, active: int) -> bool:
+        """Whether seq and the forks that it will have (beams must run together) fit beside the `active` ones and the
+        forks that those will have."""
+        taken = active + sum(len(other.forks) for other in self._active())
+        return taken + min(1 + len(seq.forks), self.max_num_seqs) <= self.max_num_seqs or not active
+
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._unplan(plan, seq)
-        self.blocks.events.add("preempt", seq.owner, seq.request_id, len(seq.block_table))
-        self.blocks.release(seq)
-        seq.status = SequenceStatus.WAITING
+        """Take seq's blocks back and let it wait; the beams of one search go together."""
+        if not _holds_blocks(seq):
+            return  # it went with another beam
+        for member in _members(seq):
+            if not _holds_blocks(member):
+                continue
+            self.running.remove(member)
+            self._unplan(plan, member)
+            self.blocks.events.add("preempt", member.owner, member.request_id, len(member.block_table))
+            self.blocks.release(member)
+            member.status = SequenceStatus.UNBORN if member.beam else SequenceStatus.WAITING
+        if seq.beam:
+            seq = seq.beam.restart()
+            seq.status = SequenceStatus.WAITING
         seq.metrics.num_preemptions += 1
         self.add(seq)
 
@@ -239,6 +294,10 @@ class Scheduler:
         seq.num_planned_tokens += count
         seq.num_placeholders += samples
         return count
+
+
+def _holds_blocks(seq: Sequence) -> bool:
+    return seq.status in (SequenceStatus.RUNNING, SequenceStatus.PAUSED)
 
 
 def _is_background(seq: Sequence) -> bool:

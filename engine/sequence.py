@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from engine.outputs import RequestMetrics, RequestPriority
+from engine.outputs import RequestMetrics, RequestPriority, TokenLogprobs
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.beam_search import BeamSearch
+
+_ids = itertools.count()
 
 
 class SequenceStatus(Enum):
+    UNBORN = auto()  # a fork whose prompt is another's to compute
     WAITING = auto()
     RUNNING = auto()
     PAUSED = auto()  # a BACKGROUND request that gave way: it keeps its blocks
@@ -21,12 +29,18 @@ class Sequence:
     token_ids             prompt, then output
     block_table           physical blocks in logical order; block i holds tokens [i*B, (i+1)*B)
     block_hashes          chained hashes of the full blocks of token_ids, extended as they are needed
+    may_write_to_shared   since a fork it has not been made sure of that its next token goes to a block of its own
     num_computed_tokens   tokens whose keys and values stand in the cache
     num_planned_tokens    the same once the step in flight is done (equal to it between steps)
     num_placeholders      tokens that a step in flight will sample: counted, not yet known
     rank, num_overtaken   its place in the waiting queue, see WaitingQueue
     num_resident_hint     leading blocks that were resident when BlockManager.resident_prefix() last looked
     owner, turn, salt     stamped on the blocks it writes: whose they are, which turn of it, whom they may serve
+    seq_id                unique among all sequences; a request's n continuations have one each, and an index
+    forks                 continuations that come into being when this one's prompt is computed; () afterwards
+    beam                  the search that this sequence is a beam of
+    prompt_logprobs       entries of the prompt's first tokens, where asked for; the first is None
+    num_logprobs          alternatives to report per output token; None: no log-probabilities
 
     A sequence whose planned tokens fall one short of its tokens decodes; otherwise it prefills. After a
     preemption the output so far is part of what is prefilled again.
@@ -34,15 +48,20 @@ class Sequence:
 
     __slots__ = (
         "arrival_order",
+        "beam",
         "block_hashes",
         "block_table",
         "error",
         "finish_reason",
+        "forks",
+        "index",
         "max_tokens",
+        "may_write_to_shared",
         "metrics",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_indexed_blocks",
+        "num_logprobs",
         "num_overtaken",
         "num_placeholders",
         "num_planned_tokens",
@@ -51,10 +70,12 @@ class Sequence:
         "owner",
         "params",
         "priority",
+        "prompt_logprobs",
         "rank",
         "request_id",
         "salt",
         "seed",
+        "seq_id",
         "status",
         "stop_ids",
         "token_ids",
@@ -77,7 +98,9 @@ class Sequence:
         turn: int = 0,
         salt: bytes = b"",
     ) -> None:
+        self.seq_id = next(_ids)
         self.request_id = request_id
+        self.index = 0
         self.token_ids = list(prompt_ids)
         self.num_prompt_tokens = len(prompt_ids)
         self.params = params
@@ -94,6 +117,7 @@ class Sequence:
         self.error: str | None = None
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
+        self.may_write_to_shared = False
         self.num_indexed_blocks = 0
         self.num_computed_tokens = 0
         self.num_planned_tokens = 0
@@ -103,6 +127,10 @@ class Sequence:
         self.num_overtaken = 0
         self.rank: tuple[int, int, int] | None = None
         self.was_admitted = False
+        self.forks: tuple[Sequence, ...] = ()
+        self.beam: BeamSearch | None = None
+        self.num_logprobs = params.logprobs
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.metrics = RequestMetrics()
 
     @property
@@ -126,6 +154,42 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def drawn(self) -> tuple[Sequence, ...]:
+        """Whose next token is drawn from the logits of this one's last token."""
+        return (self, *self.forks) if self.beam is None else (self,)
+
+    def make_forks(self, seeds: list[int]) -> None:
+        """Give this sequence continuations 1, 2, ... of the same prompt, one per seed. Their places in the order of
+        arrival are the next ones after its own."""
+        forks = []
+        for index, seed in enumerate(seeds, start=1):
+            fork = Sequence(
+                self.request_id,
+                self.token_ids,
+                self.params,
+                seed=seed,
+                max_tokens=self.max_tokens,
+                stop_ids=self.stop_ids,
+                priority=self.priority,
+                arrival_order=self.arrival_order + index,
+                owner=self.owner,
+                turn=self.turn,
+                salt=self.salt,
+            )
+            fork.index = index
+            fork.status = SequenceStatus.UNBORN
+            fork.prompt_logprobs = None
+            fork.metrics.arrival = self.metrics.arrival
+            forks.append(fork)
+        self.forks = tuple(forks)
+
+    def unscored_prompt(self, start: int, stop: int) -> range:
+        """Those of the positions [start, stop) whose logits are still wanted for prompt_logprobs."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(stop, self.num_prompt_tokens - 1))
 
     def __repr__(self) -> str:
         return (

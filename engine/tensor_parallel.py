@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.device import DevicePlan
 from engine.model_runner import StepHandle
 from engine.plan_deltas import PlanEncoder
-from engine.rank import RankSetup
+from engine.rank import Chores, RankSetup
 from engine.rank_group import Progress, RankGroup, RanksLost, in_words
 from engine.scheduler import StepPlan
 from models.config import ModelConfig
@@ -72,8 +72,7 @@ class TensorParallelRunner:
         self.num_blocks, self._seconds_per_token = self._group.load(progress)
         self._sending = False
         self._seconds_left: float | None = None  # for the step in flight, if there is one
-        self._to_scrub: list[int] = []
-        self._to_release = False
+        self._chores = Chores()
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Send the step of `plan` to every rank. RanksLost as collect()."""
@@ -85,8 +84,8 @@ class TensorParallelRunner:
         seconds = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
         self._seconds_left = min(seconds, _LONGEST_STEP)
         self._sending = True
-        self._group.send((self._encoder.encode(plan), self._to_scrub, self._to_release))
-        self._to_scrub, self._to_release = [], False
+        self._group.send((self._encoder.encode(plan), self._chores))
+        self._chores = Chores()
         self._sending = False
         return StepHandle([item.seq for item in plan.items if item.samples], None)
 
@@ -106,20 +105,24 @@ class TensorParallelRunner:
             raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error
         raise error
 
-    def forget(self, request_id: int) -> None:
-        """Drop what the ranks keep for a request that has ended."""
-        self._encoder.forget(request_id)
+    def forget(self, seq_id: int) -> None:
+        """Drop what the ranks keep for a sequence that has ended."""
+        self._encoder.forget(seq_id)
 
     def check_device(self) -> None:
         """A no-op: a rank whose device is lost says so with its answer, which is RanksLost."""
 
     def release_buffers(self) -> None:
         """Let the ranks give back memory that is only kept to save time, before the next step."""
-        self._to_release = True
+        self._chores.release_buffers = True
 
     def scrub(self, blocks: list[int]) -> None:
         """Let the ranks overwrite the content of these blocks with zeros before the next step."""
-        self._to_scrub += blocks
+        self._chores.scrub += blocks
+
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        """Let the ranks copy blocks, {destination: source}, before the next step."""
+        self._chores.copies |= copies
 
     def loss(self) -> RanksLost | None:
         """A rank that died while nothing ran."""
@@ -133,7 +136,7 @@ class TensorParallelRunner:
         self._group = self._start()
         self._encoder = PlanEncoder()
         self._sending, self._seconds_left = False, None
-        self._to_scrub, self._to_release = [], False
+        self._chores = Chores()
         _, self._seconds_per_token = self._group.load(progress, self.num_blocks)
         progress("ready", 100.0)
         logger.info("the ranks are back after %.1f s", time.monotonic() - started)

@@ -186,6 +186,7 @@
       switch (kind) {
         case "allocate": return `${who} took ${count(n, "block")}`;
         case "hit": return `${who} reused ${count(n, "block")}`;
+        case "copy": return `${who} copied ${count(n, "shared block")} before writing to it`;
         case "evict": return `${count(n, "cached block")} of ${who} evicted to make room`;
         case "preempt": return `${who} was preempted and will be recomputed`;
         case "pin": return `${count(n, "block")} of ${who} pinned`;

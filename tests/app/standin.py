@@ -39,6 +39,12 @@ class StandInTokenizer:
     def encode_chat(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None = None) -> list[int]:
         return [ord(c) for m in messages for c in f"{m['role']}:{m['content']}"]
 
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
 
 @dataclass
 class StandInRequest:
@@ -52,17 +58,18 @@ class StandInRequest:
         self.aborted = asyncio.Event()
         self.figures: dict[str, Any] = {"num_prompt_tokens": len(self.prompt_ids), "num_cached_tokens": 0}
         self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
-        self._ended = False
-        self._tokens = 0
+        self._open = self.params.n
+        self._tokens = [0] * self.params.n
 
-    def say(self, text: str = "", finish_reason: str | None = None, **more: Any) -> None:
-        self._tokens += len(text)
+    def say(self, text: str = "", finish_reason: str | None = None, index: int = 0, **more: Any) -> None:
+        self._tokens[index] += len(text)
+        count = self._tokens[index]
         self._deltas.put_nowait(
-            Delta(text=text, finish_reason=finish_reason, num_output_tokens=self._tokens, **self.figures, **more)
+            Delta(text, finish_reason=finish_reason, num_output_tokens=count, index=index, **self.figures, **more)
         )
 
     def abort(self) -> None:
-        if not self._ended and not self.aborted.is_set():
+        if self._open and not self.aborted.is_set():
             self.aborted.set()
             self.say(finish_reason="abort")
 
@@ -70,10 +77,10 @@ class StandInRequest:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._open:
             raise StopAsyncIteration
         delta = await self._deltas.get()
-        self._ended = delta.finish_reason is not None
+        self._open -= delta.finish_reason is not None
         return delta
 
 

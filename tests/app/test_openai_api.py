@@ -119,13 +119,15 @@ async def test_the_raw_stream_is_events_closed_by_done(engine: StandInEngine, ad
 
 
 async def test_every_sampling_field_reaches_the_engine(engine: StandInEngine, client: AsyncOpenAI) -> None:
-    extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [7], "ignore_eos": True}
+    extra = {
+        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [7], "ignore_eos": True, "min_tokens": 2,
+    }  # fmt: skip
     await answered(
         engine,
         client.chat.completions.create(
             model="standin", messages=HELLO, temperature=0.5, top_p=0.9, presence_penalty=0.3, frequency_penalty=-0.4,
             seed=11, stop=["a", "b"], max_tokens=9, user="me", store=False, metadata={"k": "v"}, n=1, logprobs=False,
-            tools=[], response_format={"type": "text"}, extra_body=extra,
+            tools=[], response_format={"type": "text"}, logit_bias={"50": -1, "7": 2.5}, extra_body=extra,
         ),
     )  # fmt: skip
     params = engine.requests[0].params
@@ -138,6 +140,7 @@ async def test_every_sampling_field_reaches_the_engine(engine: StandInEngine, cl
         -0.4,
     )
     assert (params.seed, params.stop, params.max_tokens) == (11, ("a", "b"), 9)
+    assert (params.n, params.logprobs, params.logit_bias) == (1, None, {50: -1, 7: 2.5})
 
 
 async def test_a_client_that_leaves_everything_out_gets_openai_s_defaults(
@@ -221,11 +224,18 @@ BODY = {"model": "standin", "messages": HELLO}
         ({"stop": ""}, "stop", "one character"),
         ({"stop": 5}, "stop", "5"),
         ({"stop": ["x"] * 17}, "stop", "17"),
-        ({"n": 2}, "n", "not supported"),
-        ({"logprobs": True}, "logprobs", "not supported"),
+        ({"n": 0}, "n", "between 1 and 16"),
+        ({"n": 17}, "n", "between 1 and 16"),
+        ({"logprobs": 5}, "logprobs", "5"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"min_tokens": -1}, "min_tokens", "-1"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "between 0 and 5"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "between -100"),
+        ({"logit_bias": {"hello": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias.5", "'much'"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"temprature": 1}, "temprature", "'temperature'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),

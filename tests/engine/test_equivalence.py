@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, RequestOutput, SamplingParams
-from reference import assert_greedy
+from engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from reference import assert_beams, assert_greedy, reference_beams
 
 TEXTS = [
     "What is the capital of France?",
@@ -225,6 +225,21 @@ def test_a_chat_gets_what_its_rendered_prompt_gets(subject: Subject) -> None:
     out = llm.chat([{"role": "user", "content": TEXTS[0]}], greedy(12))
     assert out.token_ids == subject.replies[0][:12]
     assert out.text == llm.tokenizer.decode(subject.replies[0][:12])
+
+
+@with_tokenizer
+def test_eight_prompts_get_the_beams_of_transformers(subject: Subject) -> None:
+    llm = subject.open()
+    prompts = [prompt[-16:] for prompt in subject.prompts]
+    widths = [BeamSearchParams(beam_width=3, max_tokens=8), BeamSearchParams(beam_width=4, max_tokens=8)]
+    outs = llm.generate(prompts, [widths[0]] * 4 + [widths[1]] * 4, use_tqdm=False)
+    llm.engine.check_integrity()
+    eos = list(llm.engine.model_config.eos_token_ids)
+    expected = reference_beams(subject.reference, prompts[:4], widths[0], eos)
+    expected += reference_beams(subject.reference, prompts[4:], widths[1], eos)
+    for out, beams in zip(outs, expected, strict=True):
+        assert_beams(out, beams)
+        assert out.text == llm.tokenizer.decode(out.token_ids)
 
 
 @with_tokenizer

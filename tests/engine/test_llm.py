@@ -110,7 +110,8 @@ BAD_CALLS: list[tuple[str, Any, Any, str]] = [
     ("text without a tokenizer", [GOOD, "hello"], None, "no tokenizer"),
     ("too few parameters", [GOOD, GOOD, GOOD], [SamplingParams()] * 2, "2 sampling_params for 3 prompts"),
     ("parameters that are none", [GOOD], {"temperature": 0}, "must be a SamplingParams"),
-    ("beam search", [GOOD, GOOD], [SamplingParams(), BeamSearchParams()], "beam search is not available"),
+    ("too many beams", [GOOD, GOOD], [SamplingParams(), BeamSearchParams(9)], "beam_width=9 is above max_num_seqs=8"),
+    ("a bias above the vocabulary", [GOOD], SamplingParams(logit_bias={97: 1}), "logit_bias holds 97.*0 to 96"),
     ("a stop id above the vocabulary", [GOOD], SamplingParams(stop_token_ids=[97]), "stop_token_ids holds 97.*0 to 96"),
     ("stop strings without a tokenizer", [GOOD], SamplingParams(stop="x"), "stop strings need a tokenizer"),
 ]

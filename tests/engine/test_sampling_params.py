@@ -29,6 +29,11 @@ def test_the_defaults_sample_from_the_plain_distribution():
         *[("presence_penalty", v, "between -2.0 and 2.0") for v in (-2.1, 2.1, NAN, None)],
         *[("frequency_penalty", v, "between -2.0 and 2.0") for v in (-2.1, 2.1, NAN, None)],
         *[("max_tokens", v, "at least 1") for v in (0, -5, 1.5, "10", None, True)],
+        *[("min_tokens", v, "between 0 and 64") for v in (-1, 65, 1.0, None, True)],
+        *[("logprobs", v, "between 0 and 20") for v in (-1, 21, 1.0, "5", True)],
+        *[("prompt_logprobs", v, "between 0 and 20") for v in (-1, 21, 1.0, "5", True)],
+        *[("n", v, "between 1 and 16") for v in (0, 17, 1.0, None, True)],
+        *[("logit_bias", v, "from -100 to 100") for v in ([1], "5", 5)],
         *[("seed", v, "between 0 and 9223372036854775807") for v in (-1, 2**63, 1.0, "7", True)],
         *[("stop_token_ids", v, "at least 0") for v in ([-1], ["a"], [1.0], [True])],
         *[("stop_token_ids", v, "list of integers") for v in (5, "12", {1: 2}, None)],
@@ -63,6 +68,10 @@ def test_whole_numbers_are_numbers(field):
         {"repetition_penalty": 1e-3},
         {"presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"max_tokens": 1},
+        {"min_tokens": 64},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"logit_bias": {0: -100, 5: 100.0}},
+        {"n": 16},
         {"seed": 0},
         {"seed": 2**63 - 1},
         {"stop": ["x"] * 16},
@@ -109,18 +118,47 @@ def test_the_callers_lists_can_change_without_changing_the_request():
     assert (params.stop, params.stop_token_ids) == (("a",), (1,))
 
 
-@pytest.mark.parametrize("settings", [{"logprobs": 5}, {"logit_bias": {1: 2.0}}, {"n": 2}, {"min_tokens": 3}])
-def test_what_this_version_cannot_do_is_refused_by_name(settings):
-    (field,) = settings
-    with pytest.raises(ValueError, match=f"{field}=.*not available yet"):
-        SamplingParams(**settings)
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ({5: 100.5}, r"logit_bias\[5\]=100.5 must be between -100.0 and 100.0"),
+        ({5: NAN}, r"logit_bias\[5\]=nan"),
+        ({5: "1"}, r"logit_bias\[5\]='1'"),
+        ({-1: 1.0}, "logit_bias=-1 must be of at least 0"),
+        ({"5": 1.0}, "logit_bias='5' must be an integer"),
+    ],
+)
+def test_a_bad_entry_of_a_bias_is_refused_with_its_id_or_value(bias, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(logit_bias=bias)
 
 
 def test_an_empty_logit_bias_asks_for_nothing():
-    SamplingParams(logit_bias={})
+    assert SamplingParams(logit_bias={}).logit_bias is None
 
 
-@pytest.mark.parametrize("settings", [{"beam_width": 0}, {"max_tokens": 0}, {"length_penalty": NAN}])
+def test_the_callers_bias_can_change_without_changing_the_request():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[2] = 3.0
+    assert params.logit_bias == {1: 2.0}
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_every_way_to_stop_early_is_allowed(early_stopping):
+    assert BeamSearchParams(early_stopping=early_stopping, length_penalty=-1.5).early_stopping == early_stopping
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beam_width": 0},
+        {"max_tokens": 0},
+        {"length_penalty": NAN},
+        {"early_stopping": "always"},
+        {"early_stopping": 1},
+    ],
+)
 def test_beam_search_settings_are_checked_too(settings):
     (field,) = settings
     with pytest.raises(ValueError, match=field):

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.loading import EngineParts
 from engine.model_runner import StepHandle
+from engine.outputs import TokenLogprobs
 from engine.scheduler import StepPlan
 from models.config import ModelConfig
 
@@ -28,11 +29,25 @@ def next_token(history: list[int]) -> int:
     return int.from_bytes(digest, "little") % VOCAB
 
 
-def expected_output(prompt: list[int], max_tokens: int, max_model_len: int) -> list[int]:
+def fork_token(history: list[int], index: int) -> int:
+    """The token after `history` in the continuation number `index`, which tells continuations apart."""
+    return next_token(history) if index == 0 else next_token([*history, index])
+
+
+def likeliest(history: list[int], count: int) -> TokenLogprobs:
+    """The `count` likeliest tokens after `history`, all different, with log-probabilities that depend on all of it."""
+    digest = hashlib.blake2b(bytes(history)).digest()
+    ranked = sorted(range(VOCAB), key=lambda token: (digest[token % 64] * 131 + token * 29) % 509)[:count]
+    top = tuple((token, -0.05 * (rank + 1) - digest[rank] / 997) for rank, token in enumerate(ranked))
+    best_first = tuple(sorted(top, key=lambda entry: -entry[1]))
+    return TokenLogprobs(*best_first[0], best_first)
+
+
+def expected_output(prompt: list[int], max_tokens: int, max_model_len: int, index: int = 0) -> list[int]:
     """What an engine with room enough must produce, EOS left out."""
     history, output = list(prompt), []
     for _ in range(min(max_tokens, max_model_len - len(prompt))):
-        token = next_token(history)
+        token = fork_token(history, index)
         if token == EOS:
             break
         output.append(token)
@@ -58,7 +73,7 @@ class HistoryRunner:
                 writes[slot] = entry
         for slot, entry in writes.items():
             self.slots[slot] = entry
-        tokens = []
+        tokens, sequences, logprobs = [], [], {}
         for item in plan.items:
             history = []
             for position in range(item.start + item.num_tokens):
@@ -66,9 +81,14 @@ class HistoryRunner:
                 assert entry is not None, f"{item.seq} reads position {position}, which nobody wrote"
                 assert entry[1] == position, f"{item.seq} reads position {position} and finds {entry[1]}"
                 history.append(entry[0])
-            if item.samples:
-                tokens.append(next_token(history))
-        return StepHandle([i.seq for i in plan.items if i.samples], torch.tensor(tokens, dtype=torch.int64))
+            if not item.samples:
+                continue
+            for seq in item.seq.drawn:
+                sequences.append(seq)
+                tokens.append(fork_token(history, seq.index))
+                if seq.num_logprobs is not None:
+                    logprobs[seq] = likeliest(history, seq.num_logprobs)
+        return StepHandle(sequences, torch.tensor(tokens, dtype=torch.int64), logprobs=logprobs)
 
     def collect(self, handle: StepHandle) -> list[int]:
         assert handle.token_ids is not None
@@ -85,7 +105,12 @@ class HistoryRunner:
             first = block * self.block_size
             self.slots[first : first + self.block_size] = [None] * self.block_size
 
-    def forget(self, request_id: int) -> None:
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        size, before = self.block_size, self.slots.copy()
+        for target, source in copies.items():
+            self.slots[target * size : (target + 1) * size] = before[source * size : (source + 1) * size]
+
+    def forget(self, seq_id: int) -> None:
         pass
 
     def exit(self) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+
+from engine import BeamSearchParams, RequestOutput
+
+Beams = list[tuple[list[int], float]]
 
 
 def assert_greedy(model: Any, prompts: list[list[int]], continuations: list[list[int]]) -> None:
@@ -19,3 +24,36 @@ def assert_greedy(model: Any, prompts: list[list[int]], continuations: list[list
             best = model(torch.tensor([row + [0] * (width - len(row)) for row in group])).logits.argmax(-1)
         for i, row in enumerate(group, start=first):
             assert best[i - first, len(prompts[i]) - 1 : len(row) - 1].tolist() == continuations[i]
+
+
+def reference_beams(model: Any, prompts: list[list[int]], params: BeamSearchParams, eos: list[int]) -> list[Beams]:
+    """The beams of each prompt (all of one length), best first: ids without the end-of-sequence id and what pads, and
+    scores."""
+    found = model.generate(
+        torch.tensor(prompts),
+        attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+        do_sample=False,
+        num_beams=params.beam_width,
+        num_return_sequences=params.beam_width,
+        max_new_tokens=params.max_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        eos_token_id=eos or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    beams = []
+    rows = found.sequences[:, len(prompts[0]) :].tolist()
+    for row, score in zip(rows, found.sequences_scores.tolist(), strict=True):
+        end = next((i for i, token in enumerate(row) if token in eos), len(row))
+        beams.append((row[:end], score))
+    return [beams[i : i + params.beam_width] for i in range(0, len(beams), params.beam_width)]
+
+
+def assert_beams(out: RequestOutput, beams: Beams) -> None:
+    """The output's beams are these, and the best of them stands on top."""
+    assert [o.token_ids for o in out.outputs] == [ids for ids, _ in beams]
+    assert [o.score for o in out.outputs] == pytest.approx([score for _, score in beams], abs=1e-4)
+    best = out.outputs[0]
+    assert (out.token_ids, out.text, out.finish_reason) == (best.token_ids, best.text, best.finish_reason)

@@ -39,7 +39,7 @@ def play(setup: RankSetup, channel: Connection) -> None:
     channel.send(("ready", 0.001))
     answered = 0
     while (message := channel.recv()) is not None:
-        step, _, _ = message
+        step, _chores = message
         answered += 1
         if answered <= 2:
             channel.send(("done", [answered] if setup.rank == 0 else [], answered))
@@ -55,6 +55,6 @@ def play(setup: RankSetup, channel: Connection) -> None:
         elif script == "exits" and last:
             os._exit(3)
         elif script == "echo":
-            channel.send(("done", [num_blocks, len(step[1][0][1]) if step[1] else 0], answered))
+            channel.send(("done", [num_blocks, len(step[1][0][2]) if step[1] else 0], answered))
         else:
             time.sleep(60)
