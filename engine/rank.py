@@ -6,6 +6,7 @@ It is told everything over one channel, a socket pair made for it alone, and ans
     ("fits", num_blocks)                its shard is loaded, and that many KV blocks fit beside it; what it is told
                                         next is how many it is to allocate
     ("ready", seconds a token)          warmed up, and how fast it then was
+    ("compiling",)                      at any time: it compiles a kernel, and may need longer
     ("done", token ids, calls)          for every step; ids on rank 0 only. calls counts the collectives so far.
     ("failed", exception, calls)        instead of any of these; calls is None where the process is of no more use
 
@@ -151,6 +152,7 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
         if setup.rank == 0:
             channel.send(("progress", stage, percent))
 
+    _tell_of_compiling(channel)
     runner = ModelRunner(
         setup.path,
         setup.model_config,
@@ -166,6 +168,16 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
     runner.warm_up(report)
     channel.send(("ready", _seconds_per_token(runner, plan)))
     return runner
+
+
+def _tell_of_compiling(channel: Connection) -> None:
+    """Have it said when a kernel is compiled: in the midst of a step too, where a form of it is met for the first
+    time, and that takes seconds."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    knobs.runtime.jit_cache_hook = lambda **_: channel.send(("compiling",))  # called before every compilation
 
 
 def _seconds_per_token(runner: ModelRunner, plan: DevicePlan) -> float:

@@ -35,6 +35,7 @@ logger = logging.getLogger("pageturn.engine")
 
 Progress = Callable[[str, float], None]
 
+COMPILE_PATIENCE = 60.0  # seconds
 WRITE_PATIENCE = 10.0  # seconds that a rank may leave a command unread
 _GRACE = 2.0  # seconds that the others have for their answers when one has failed
 _POLL = 0.2  # seconds between two reports of progress, which is also where a shutdown comes in
@@ -111,7 +112,8 @@ class RankGroup:
                 raise RanksLost(self._death(rank)) from None
 
     def answers(self, seconds: float) -> list[tuple]:
-        """One answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies.
+        """One answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies. One that compiles
+        a kernel has COMPILE_PATIENCE from then on.
 
         Where a rank has failed, the others may wait for it in a collective for ever, and have two seconds.
         """
@@ -126,6 +128,9 @@ class RankGroup:
                 missing = ", ".join(str(r) for r in range(self.size) if r not in got)
                 raise RanksLost(f"rank {missing} has not answered for {seconds:.1f} s: it hangs")
             rank, message = answer
+            if message[0] == "compiling":
+                deadline = max(deadline, time.monotonic() + COMPILE_PATIENCE)
+                continue
             got[rank] = message
             if message[0] == "failed":
                 deadline = min(deadline, time.monotonic() + _GRACE)
@@ -175,6 +180,8 @@ class RankGroup:
             rank, message = answer
             if message[0] == "progress":
                 stage = message[1:]
+            elif message[0] == "compiling":
+                pass
             elif message[0] == "failed":
                 raise message[1]
             else:

@@ -144,6 +144,15 @@ def test_a_rank_that_hangs_is_lost_after_a_time_that_grows_with_the_work(
     assert time.monotonic() - started > seconds - 0.1
 
 
+def test_a_rank_that_compiles_a_kernel_in_the_midst_of_a_step_does_not_hang(open_runner: Opened) -> None:
+    runner = after_two_steps(open_runner("compiles"))
+    runner.patience = 0.3
+    runner.forget(1)
+    started = time.monotonic()
+    assert step(runner, a_plan(2)) == [3]
+    assert time.monotonic() - started > 1.4
+
+
 def test_a_rank_that_reads_nothing_is_lost_too(open_runner: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_group, "WRITE_PATIENCE", 1.0)
     runner = after_two_steps(open_runner("echo"))

@@ -54,6 +54,10 @@ def play(setup: RankSetup, channel: Connection) -> None:
             channel.send(("failed", ZeroDivisionError("in the model"), answered))
         elif script == "exits" and last:
             os._exit(3)
+        elif script == "compiles":
+            channel.send(("compiling",))
+            time.sleep(1.5)
+            channel.send(("done", [answered] if setup.rank == 0 else [], answered))
         elif script == "echo":
             channel.send(("done", [num_blocks, len(step[1][0][2]) if step[1] else 0], answered))
         else:
