@@ -93,6 +93,7 @@ class DecodeGraphs:
         self._model, self._sampler, self._inputs = model, sampler, inputs
         self._block_size = block_size
         self._recorder = recorder
+        self._used_before = recorder.used_bytes()
         most = sizes[-1]
         self._logits = torch.zeros(most, sampler.vocab_size, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
@@ -109,12 +110,12 @@ class DecodeGraphs:
         """Record a graph of each size while they take at most `budget` bytes and `seconds`; the log says what they
         took. The largest comes first, so that the others find memory in the pool; then the powers of two, between
         which the others are refinements."""
-        started, used_before = time.perf_counter(), self._recorder.used_bytes()
+        started = time.perf_counter()
         order = capture_order(self._wanted)
         used, why = 0, ""
         for i, size in enumerate(order):
             progress("capturing graphs", 100.0 * i / len(order))
-            used, elapsed = self._recorder.used_bytes() - used_before, time.perf_counter() - started
+            used, elapsed = self._recorder.used_bytes() - self._used_before, time.perf_counter() - started
             if elapsed > seconds or used > budget:
                 why = f"; left out: {', '.join(map(str, sorted(order[i:])))}"
                 break
@@ -124,9 +125,9 @@ class DecodeGraphs:
             self._replays[size] = self._recorder.record(lambda size=size, buffers=buffers: self._step(size, buffers))
         self.sizes = sorted(self._replays)
         progress("capturing graphs", 100.0)
-        used = self._recorder.used_bytes() - used_before
+        used = self._recorder.used_bytes() - self._used_before
         logger.info(
-            "decode graphs: %d sizes up to %d sequences, %.1f s (at most %.0f), %.0f MiB (at most %.0f)%s",
+            "decode graphs: %d sizes up to %d sequences, %.1f s (at most %.0f s), %.0f MiB (at most %.0f)%s",
             len(self.sizes), self.sizes[-1] if self.sizes else 0,
             time.perf_counter() - started, seconds, used / _MIB, budget / _MIB, why,
         )  # fmt: skip

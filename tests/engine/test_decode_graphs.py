@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 from engine import LLM, BeamSearchParams, SamplingParams, decode_graphs, model_runner
 from engine.decode_graphs import DecodeGraphs, capture_order, graph_sizes, why_eager
 from engine.decode_inputs import DecodeInputs
+from mixed_requests import prompts, serve
 from reference import assert_greedy
 
 pytest.importorskip("triton")
@@ -56,11 +56,6 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
     return graphs
 
 
-def prompts(count: int, seed: int = 3) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 512) for _ in range(rng.randrange(1, 30))] for _ in range(count)]
-
-
 def tokens(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
     return [out.token_ids for out in llm.generate(asked, params, use_tqdm=False)]
 
@@ -85,44 +80,6 @@ def test_sequences_that_are_preempted_come_back_with_their_new_tables(
     assert_greedy(reference, prompts(6), tokens(llm, prompts(6), long))
     assert llm.stats()["preemptions"] > 0
     assert graphs_of(llm)._recorder.replays > 20  # type: ignore[attr-defined]
-
-
-MIXED = [
-    {"temperature": 0.0},
-    {"temperature": 0.9, "seed": 5},
-    {"temperature": 1.3, "seed": 2**62 + 1},
-    {"temperature": 0.7, "seed": 6, "min_tokens": 6, "stop_token_ids": list(range(0, 512, 3))},
-    {"temperature": 0.8, "seed": 7, "top_k": 20, "top_p": 0.9},
-    {"temperature": 0.8, "seed": 8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    {"temperature": 0.0, "logit_bias": {7: 40.0, 9: 39.0}},
-    {"temperature": 0.9, "seed": 9, "logprobs": 2},
-    {"temperature": 1.0, "seed": 10, "n": 3},
-]
-
-
-def serve(llm: LLM, seed: int) -> dict[tuple[int, int], tuple[list[int], list[Any]]]:
-    """Requests of all kinds that come at random steps, some of them aborted; tokens and log-probabilities of each."""
-    rng = random.Random(seed)
-    kinds = [rng.choice(MIXED) for _ in range(14)]
-    asked = [SamplingParams(max_tokens=rng.randrange(6, 20), ignore_eos=True, **kind) for kind in kinds]
-    arrivals = sorted(rng.randrange(40) for _ in asked)
-    aborts = {rng.randrange(14): rng.randrange(2, 60) for _ in range(3)}
-    texts = prompts(14, seed)
-    ids: list[int] = []
-    found: dict[tuple[int, int], tuple[list[int], list[Any]]] = {}
-    for step in range(500):
-        while len(ids) < len(asked) and arrivals[len(ids)] <= step:
-            ids.append(llm.engine.add_request(texts[len(ids)], asked[len(ids)]))
-        for request, at in aborts.items():
-            if at == step and request < len(ids):
-                llm.engine.abort(ids[request])
-        for out in llm.engine.step():
-            assert out.error is None
-            new, logprobs = found.setdefault((ids.index(out.request_id), out.index), ([], []))
-            new.extend(out.new_token_ids)
-            logprobs.extend(out.logprobs or [])
-    assert llm.engine.is_finished()
-    return found
 
 
 @pytest.mark.parametrize("seed", range(4))
