@@ -83,11 +83,15 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         runner = ranks = TensorParallelRunner(config, path, model_config, device, limits=limits, progress=progress)
         num_blocks = ranks.num_blocks
         num_parameters = count_parameters(model_config)
+        logger.info("decode graphs: none (tensor_parallel_size is above 1)")
     else:
-        runner = ModelRunner(path, model_config, device, **limits, progress=progress)
+        runner = ModelRunner(
+            path, model_config, device, **limits, enforce_eager=config.enforce_eager, progress=progress
+        )
         num_blocks = num_blocks_that_fit(config, devices, device, runner)
         runner.allocate_kv_cache(num_blocks)
         runner.warm_up(progress)
+        runner.capture_graphs(progress)
         num_parameters = runner.model.num_parameters
     element = torch.empty((), dtype=device.dtype).element_size()
     size = num_blocks * device.block_size * model_config.kv_bytes_per_token(element) / 2**20
@@ -120,7 +124,7 @@ def num_blocks_that_fit(config: EngineConfig, devices: DeviceManager, device: De
     """
     block_bytes = runner.kv_bytes_per_block()
     if config.num_kvcache_blocks == -1:
-        budget = devices.kv_budget_bytes(device)
+        budget = devices.kv_budget_bytes(device, reserved=runner.graph_bytes)
         # More than every sequence at full length can never be used.
         most = config.max_num_seqs * runner.max_blocks_per_seq
         num_blocks = min(budget // block_bytes, most)

@@ -6,24 +6,31 @@ returns a handle; collect() waits for it and brings the sampled ids to the host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from engine import decode_graphs
+from engine.block_tables import BlockTables
+from engine.decode_graphs import DecodeGraphs
+from engine.decode_inputs import DecodeInputs
 from engine.device import DevicePlan
 from engine.logprobs import Scores, score, score_prompt
 from engine.outputs import TokenLogprobs
 from engine.sampler import Sampler, SamplingRow
 from engine.scheduler import ScheduledSequence, StepPlan
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Sequence
+from engine.step_inputs import StepInputs
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.attention import attention_layers
 from models.loader import load_model
+
+logger = logging.getLogger("pageturn.engine")
 
 Progress = Callable[[str, float], None]
 
@@ -33,13 +40,15 @@ _WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step in flight. token_ids int64 [R], of R sequences, stays on the device until collect(), and so do the scores.
+    """A step in flight. token_ids int64 [R], of R sequences, stays on the device until collect(), and so do the scores;
+    with `arrived`, a CUDA event, it is in host memory once that has happened.
 
     collect() fills logprobs, by sequence, and prompt_logprobs, the next ones of each sequence's prompt.
     """
 
     sequences: list[Sequence]
     token_ids: torch.Tensor | None
+    arrived: Any = None
     scores: Scores | None = None
     scored: list[int] = field(default_factory=list)
     prompt_scores: list[tuple[Sequence, Scores]] = field(default_factory=list)
@@ -49,7 +58,8 @@ class StepHandle:
 
 class ModelRunner:
     """Runs one model, or one rank's shard of it, on one device. num_blocks and max_model_len are fixed when it is
-    built. Of several ranks every one runs every step, and rank 0 samples."""
+    built. Of several ranks every one runs every step, and rank 0 samples. graph_bytes: memory that capture_graphs()
+    may take beside the KV pool."""
 
     def __init__(
         self,
@@ -63,6 +73,7 @@ class ModelRunner:
         progress: Progress,
         tp_rank: int = 0,
         tp_size: int = 1,
+        enforce_eager: bool = False,
     ) -> None:
         self.device = device
         self.model_config = model_config
@@ -83,15 +94,20 @@ class ModelRunner:
         )
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
-        self._input_ids = self._host_buffer(max_num_tokens, torch.int64)
-        self._positions = self._host_buffer(max_num_tokens, torch.int64)
-        self._slots = self._host_buffer(max_num_tokens, torch.int64)
-        self._wants_lengths = attention_layers(self.model)[0].backend.wants_device_lengths
-        self._query_start = self._host_buffer(max_num_seqs + 1, torch.int32)
-        self._context_lens = self._host_buffer(max_num_seqs, torch.int32)
-        self._tables = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int32)
-        self._rows: dict[int, _TableRow] = {}
-        self._free_rows = list(range(max_num_seqs))
+        self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)
+        self._inputs = StepInputs(
+            self._tables,
+            self.block_size,
+            device.device,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            device_lengths=attention_layers(self.model)[0].backend.wants_device_lengths,
+        )
+        self.graphs: DecodeGraphs | None = None
+        self._graph_sizes = decode_graphs.graph_sizes(max_num_seqs)
+        self._why_eager = decode_graphs.why_eager(enforce_eager, device, self.model, self.sampler, tp_size)
+        budget = decode_graphs.memory_budget(self._graph_sizes, model_config.vocab_size)
+        self.graph_bytes = 0 if self._why_eager else budget
 
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block over all layers, on this rank."""
@@ -115,22 +131,21 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start the step of `plan`; every planned sequence has its blocks already."""
-        batch, rows = self._prepare(plan)
+        if self.graphs is not None and plan.num_decodes == len(plan.items) and self.graphs.fits(plan.num_decodes):
+            return self._replay(self.graphs, plan)
+        batch, rows = self._inputs.build(plan)
         hidden = self.model(batch)
         sampled = rows.sampled
         prompt_scores = [(item.seq, self._score_prompt(hidden, first, item)) for first, item in rows.prompts]
         if not sampled:
             return StepHandle([], None, prompt_scores=prompt_scores)
         if rows.prompts or len(sampled) > len(hidden):
-            hidden = hidden.index_select(0, self._to_device(torch.tensor(rows.sampled_rows)))
+            hidden = hidden.index_select(0, self._inputs.to_device(torch.tensor(rows.sampled_rows)))
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return StepHandle([], None)
-        settings = self.sampler.prepare([_sampling_row(seq) for seq in sampled])
-        token_ids = self.sampler(logits, settings)
-        handle = StepHandle(sampled, token_ids, prompt_scores=prompt_scores)
-        if settings.scored is not None:
-            handle.scores, handle.scored = score(logits, token_ids, settings.scored), settings.scored.index
+        handle = self._sample(logits, sampled)
+        handle.prompt_scores = prompt_scores
         return handle
 
     def collect(self, handle: StepHandle) -> list[int]:
@@ -145,6 +160,8 @@ class ModelRunner:
                 # The host buffers are filled anew for the next step; this one must have read them.
                 torch.cuda.current_stream().synchronize()
             return []
+        if handle.arrived is not None:
+            handle.arrived.synchronize()
         return handle.token_ids.tolist()
 
     @torch.inference_mode()
@@ -193,6 +210,17 @@ class ModelRunner:
         progress("warming up", 100.0)
         return num_tokens
 
+    def capture_graphs(self, progress: Progress) -> None:
+        """Capture decode steps as CUDA graphs, where that can be done; after warm_up. The log says what came of it."""
+        if self._why_eager is not None:
+            logger.info("decode graphs: none (%s)", self._why_eager)
+            return
+        sizes, device = self._graph_sizes, self.device.device
+        inputs = DecodeInputs(self._tables, self.sampler, self.block_size, sizes[-1], device)
+        recorder = decode_graphs.CudaRecorder(device)
+        self.graphs = DecodeGraphs(self.model, self.sampler, inputs, sizes, self.block_size, device, recorder)
+        self.graphs.capture(self.graph_bytes, progress)
+
     def check_device(self) -> None:
         """Raise what the device raises if it has lost its state: after a sticky CUDA error every call does."""
         if self.device.device.type == "cuda":
@@ -213,64 +241,31 @@ class ModelRunner:
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence that has ended."""
-        row = self._rows.pop(seq_id, None)
-        if row is not None:
-            self._free_rows.append(row.index)
+        self._tables.forget(seq_id)
         self.sampler.forget(seq_id)
 
     def exit(self) -> None:
         """Let go of the model's and the pool's memory; a second call is a no-op."""
         if self.kv_cache is not None:
-            self.kv_cache = None
+            self.kv_cache = self.graphs = None
             del self.model
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _prepare(self, plan: StepPlan) -> tuple[ForwardBatch, _HiddenRows]:
-        ids, positions, slots = self._input_ids.numpy(), self._positions.numpy(), self._slots.numpy()
-        block_size, offset = self.block_size, 0
-        logits_indices: list[int] = []
-        hidden_rows = _HiddenRows([], [], [])
-        rows: list[int] = []
-        for item in plan.items:
-            seq, start, count = item.seq, item.start, item.num_tokens
-            row = self._table_row(seq)
-            rows.append(row)
-            if count == 1:
-                ids[offset] = seq.token_ids[start]
-                positions[offset] = start
-                slots[offset] = seq.block_table[start // block_size] * block_size + start % block_size
-            else:
-                where = np.arange(start, start + count)
-                ids[offset : offset + count] = seq.token_ids[start : start + count]
-                positions[offset : offset + count] = where
-                blocks = self._tables[row, where // block_size]
-                slots[offset : offset + count] = blocks * block_size + where % block_size
-            if seq.prompt_logprobs is not None and (wanted := seq.unscored_prompt(start, start + count)):
-                hidden_rows.prompts.append((len(logits_indices), item))
-                logits_indices.extend(range(offset + wanted.start - start, offset + wanted.stop - start))
-            offset += count
-            if item.samples:
-                hidden_rows.sampled.extend(seq.drawn)
-                hidden_rows.sampled_rows.extend([len(logits_indices)] * len(seq.drawn))
-                logits_indices.append(offset - 1)
-        width = max(len(item.seq.block_table) for item in plan.items)
-        batch = ForwardBatch(
-            input_ids=self._to_device(self._input_ids[:offset]),
-            positions=self._to_device(self._positions[:offset]),
-            slot_mapping=self._to_device(self._slots[:offset]),
-            query_lens=[item.num_tokens for item in plan.items],
-            context_lens=[item.start + item.num_tokens for item in plan.items],
-            block_tables=self._to_device(torch.from_numpy(self._tables[rows, :width])),
-            block_lists=[item.seq.block_table for item in plan.items],
-            num_decodes=plan.num_decodes,
-            block_size=block_size,
-            logits_indices=self._to_device(torch.tensor(logits_indices, dtype=torch.int64)),
-            scratch={},
-        )
-        if self._wants_lengths:
-            self._add_device_lengths(batch)
-        return batch, hidden_rows
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepHandle:
+        step = graphs.launch(plan.items)
+        sampled = [item.seq for item in plan.items]
+        if step.token_ids is None:
+            return self._sample(step.logits, sampled)
+        return StepHandle(sampled, step.token_ids, step.done)
+
+    def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> StepHandle:
+        settings = self.sampler.prepare([_sampling_row(seq) for seq in sampled])
+        token_ids = self.sampler(logits, settings)
+        handle = StepHandle(sampled, token_ids)
+        if settings.scored is not None:
+            handle.scores, handle.scored = score(logits, token_ids, settings.scored), settings.scored.index
+        return handle
 
     def _score_prompt(self, hidden: torch.Tensor, first: int, item: ScheduledSequence) -> Scores:
         seq, wanted = item.seq, item.seq.unscored_prompt(item.start, item.start + item.num_tokens)
@@ -278,40 +273,6 @@ class ModelRunner:
         rows = hidden[first : first + len(wanted)]
         count = seq.params.prompt_logprobs or 0
         return score_prompt(rows, targets, count, self.model.compute_logits, self.model_config.vocab_size)
-
-    def _add_device_lengths(self, batch: ForwardBatch) -> None:
-        count = len(batch.query_lens)
-        query_start, context_lens = self._query_start[: count + 1], self._context_lens[:count]
-        np.cumsum(batch.query_lens, dtype=np.int32, out=query_start.numpy()[1:])
-        context_lens.numpy()[:] = batch.context_lens
-        batch.query_start = self._to_device(query_start)
-        batch.context_lens_tensor = self._to_device(context_lens)
-
-    def _table_row(self, seq: Sequence) -> int:
-        """The persistent block-table row of seq, brought up to date by what was added since the last step."""
-        row = self._rows.get(seq.seq_id)
-        if row is None:
-            row = self._rows[seq.seq_id] = _TableRow(self._take_row(), seq, seq.block_table, 0)
-        if row.source is not seq.block_table:
-            # A preempted sequence came back with another table, or a block of it was copied on write.
-            row.source, row.filled = seq.block_table, 0
-        if row.filled < len(seq.block_table):
-            self._tables[row.index, row.filled : len(seq.block_table)] = seq.block_table[row.filled :]
-            row.filled = len(seq.block_table)
-        return row.index
-
-    def _take_row(self) -> int:
-        if not self._free_rows:
-            # Only preempted and paused sequences hold a row without running; there are never more running than rows.
-            for seq_id in [r for r, row in self._rows.items() if row.seq.status is not SequenceStatus.RUNNING]:
-                self._free_rows.append(self._rows.pop(seq_id).index)
-        return self._free_rows.pop()
-
-    def _host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=self.device.device.type == "cuda")
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.device.device.type == "cpu" else tensor.to(self.device.device, non_blocking=True)
 
 
 def _sampling_row(seq: Sequence) -> SamplingRow:
@@ -321,24 +282,3 @@ def _sampling_row(seq: Sequence) -> SamplingRow:
     banned = seq.stop_ids if seq.num_output_tokens < seq.params.min_tokens else ()
     position = len(seq.token_ids)
     return SamplingRow(seq.seq_id, seq.params, seq.seed, position, prompt, output, banned, seq.num_logprobs)
-
-
-@dataclass(slots=True)
-class _HiddenRows:
-    """What the hidden states [R, hidden] that a step keeps are for.
-
-    sampled        sequences that sample; sampled_rows their rows: forks share one
-    prompts        chunks whose prompt's log-probabilities are wanted, each with the first of its rows
-    """
-
-    sampled: list[Sequence]
-    sampled_rows: list[int]
-    prompts: list[tuple[int, ScheduledSequence]]
-
-
-@dataclass(slots=True)
-class _TableRow:
-    index: int
-    seq: Sequence
-    source: list[int]
-    filled: int

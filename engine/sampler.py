@@ -188,6 +188,23 @@ class Sampler:
                 tokens[group.rows] = chosen
         return tokens.masked_fill_(~usable, BAD_TOKEN)
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether draw() works on this device."""
+        return self._kernel is not None
+
+    def draw_temperature(self, params: SamplingParams) -> float | None:
+        """What draw() takes for such a row, 0 for a greedy one; None where the row is truncated."""
+        if params.greedy:
+            return 0.0
+        return None if self._truncates(params) else max(params.temperature, _MIN_TEMPERATURE)
+
+    def draw(self, logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, *, out: Tensor) -> None:
+        """Fills out int64 [R]: see models.kernels.sampling. Reads nothing but these tensors, so that it can be
+        captured."""
+        assert self._kernel is not None
+        self._kernel.sample(logits, temperature, streams, positions, self._noise.token_hash, out=out)
+
     def warm_up(self) -> None:
         """Draw once from even logits, so that the first request does not wait for kernels to be compiled."""
         row = SamplingRow(-1, SamplingParams(), 0, 0, (), ())
@@ -277,7 +294,7 @@ class Sampler:
 
     def _race(self, rows: Sequence[SamplingRow], streams: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """SamplingBatch.race, the positions still to come."""
-        heat = [0.0 if row.params.greedy else max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
+        heat = [self.draw_temperature(row.params) or 0.0 for row in rows]
         words = torch.from_numpy(np.array(streams, dtype=np.uint64).view(np.int64)).to(self.device)
         return self._column(heat).squeeze(1), words, torch.empty_like(words)
 

@@ -153,9 +153,10 @@ class LlamaForCausalLM(nn.Module):
         """Hidden states [R, hidden] of the rows batch.logits_indices, after the final norm."""
         return self.model(batch)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others."""
-        return self.gather_vocab(self.lm_head(hidden))
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others. out: where they are to
+        stand, on the only rank."""
+        return self.gather_vocab(self.lm_head(hidden, out))
 
     def bind_kv_cache(self, kv: Tensor) -> None:
         """kv [layers, 2, num_blocks, block_size, this rank's kv_heads, head_dim]; must hold finite values (zeros)."""

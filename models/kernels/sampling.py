@@ -24,7 +24,15 @@ _BLOCK = 2048
 _MIN_TEMPERATURE = 1e-6
 
 
-def sample(logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, token_hash: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    streams: Tensor,
+    positions: Tensor,
+    token_hash: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """int64 [R]: the lowest id among those of the highest score; BAD_TOKEN for a row with NaN, +inf or only -inf.
 
     logits       float32 [R, V], last dimension contiguous
@@ -32,10 +40,12 @@ def sample(logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tens
     streams      int64 [R], the 64 bits of mix64(seed)
     positions    int64 [R], the index in the sequence of the token to be drawn
     token_hash   int32 [V], the low 32 bits of mix64(token id)
+    out          int64 [R] contiguous, to be filled and returned; None: a new tensor
     """
     rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and token_hash.shape == (vocab_size,)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    assert tokens.shape == (rows,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
     if not rows:
         return tokens
     parts = triton.cdiv(vocab_size, _BLOCK)

@@ -60,8 +60,10 @@ class Head(Linear):
             # A view, not a parameter of its own: it is filled with the embedding.
             self.weight = tied_to.weight.data.narrow(0, self.start, self.rows)  # type: ignore[assignment]
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x).float()
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """out: float32 [R, vocab] to be filled and returned; None: a new tensor."""
+        product = super().forward(x)
+        logits = product.float() if out is None else out.copy_(product)
         if x.device.type == "cpu" and x.dtype != torch.float32:
             likeliest = logits.topk(min(self.num_exact, logits.shape[1]), sorted=False).indices
             exact = torch.bmm(self.weight[likeliest].float(), x.float().unsqueeze(2)).squeeze(2)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import mixed_requests
 from engine import LLM, SamplingParams
+from reference import assert_greedy
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +127,75 @@ def test_bf16_logits_with_triton_are_as_near_to_fp32_as_with_sdpa(kind: str, req
         errors[backend, dtype] = float((logits - exact).abs().mean() / exact.abs().mean())
     assert errors["triton", "bfloat16"] < 0.1
     assert errors["triton", "bfloat16"] < 1.25 * errors["sdpa", "bfloat16"] + 1e-3
+
+
+GRAPHED = {"device": "cuda", "dtype": "float32", "max_num_seqs": 20, "num_kvcache_blocks": 400}
+
+
+def count_replays(llm: LLM) -> list[int]:
+    """The sizes of the graphs that are replayed from here on."""
+    graphs: Any = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    assert graphs.sizes == [1, 2, 4, 8, 16, 20]
+    sizes: list[int] = []
+    replays = graphs._replays
+    for size, replay in list(replays.items()):
+        replays[size] = lambda size=size, replay=replay: (sizes.append(size), replay())
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["tiny_llama", "tiny_qwen3"])
+def test_graphs_of_every_size_have_the_greedy_tokens_of_transformers(kind: str, request: pytest.FixtureRequest) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = request.getfixturevalue(kind)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM(folder, **GRAPHED)
+    sizes = count_replays(llm)
+    for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 20, 23):
+        for _ in range(2):  # the second time the prompts are cached
+            found = llm.generate(mixed_requests.prompts(count), GREEDY, use_tqdm=False)
+            assert_greedy(theirs, mixed_requests.prompts(count), [out.token_ids for out in found])
+    assert set(sizes) == {1, 2, 4, 8, 16, 20}
+    assert llm.stats()["cached_tokens"] > 0
+    llm.engine.check_integrity()
+    llm.exit()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_of_every_kind_have_the_tokens_of_eager_steps_with_graphs_too(tiny_qwen3: Path, seed: int) -> None:
+    """Seeds, truncations, penalties, biases, log-probabilities, continuations; arrivals and aborts in mid-stream."""
+    eager = LLM(tiny_qwen3, **GRAPHED, enforce_eager=True)
+    assert eager.engine.runner.graphs is None  # type: ignore[attr-defined]
+    expected = mixed_requests.serve(eager, seed)
+    eager.exit()
+    llm = LLM(tiny_qwen3, **GRAPHED)
+    sizes = count_replays(llm)
+    found = mixed_requests.serve(llm, seed)
+    assert len(sizes) > 5
+    assert {key: new for key, (new, _) in found.items()} == {key: new for key, (new, _) in expected.items()}
+    llm.engine.check_integrity()
+    llm.exit()
+
+
+def test_preempted_sequences_go_on_in_graphs_with_their_new_tables(tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    llm = LLM(tiny_llama, **{**GRAPHED, "num_kvcache_blocks": 14})
+    sizes = count_replays(llm)
+    found = llm.generate(mixed_requests.prompts(6), GREEDY, use_tqdm=False)
+    assert_greedy(theirs, mixed_requests.prompts(6), [out.token_ids for out in found])
+    assert llm.stats()["preemptions"] > 0 and len(sizes) > 20
+    llm.exit()
+
+
+def test_graphs_take_no_more_memory_than_was_set_aside(tiny_qwen3: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pageturn.engine"):
+        llm = LLM(tiny_qwen3, **{**GRAPHED, "max_num_seqs": 512, "dtype": "bfloat16"})
+    line = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("decode graphs:"))
+    used, limit = map(int, re.findall(r"(-?[0-9]+) MiB [(]at most ([0-9]+)[)]", line)[0])
+    assert used <= limit and "left out" not in line, line
+    llm.exit()
 
 
 def test_a_card_is_picked_with_bf16_and_triton(tiny_qwen3: Path) -> None:

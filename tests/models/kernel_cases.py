@@ -453,3 +453,25 @@ def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypat
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
     llm.exit()
+
+
+@interpreted
+def test_a_decode_step_that_reads_nothing_but_its_buffers_has_the_greedy_tokens_of_transformers(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph would capture, called anew: block tables in full width, padding rows, the draw into a buffer."""
+    from engine import LLM, SamplingParams, decode_graphs
+    from engine.device import DeviceManager
+    from engine.model_runner import ModelRunner
+    from fake_graphs import FakeRecorder
+
+    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)
+    monkeypatch.setattr(decode_graphs, "why_eager", lambda *args: None)
+    monkeypatch.setattr(decode_graphs, "CudaRecorder", FakeRecorder)
+    monkeypatch.setattr(decode_graphs, "graph_sizes", lambda most: [2, 4])
+    llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=32, max_num_seqs=4, max_model_len=64)
+    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
+    assert llm.engine.runner.graphs._recorder.replays == 2  # type: ignore[attr-defined]
+    llm.exit()

@@ -1,0 +1,244 @@
+"""Decode steps through graphs: the tokens of eager steps, whatever comes and goes, within a budget, or a reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, BeamSearchParams, SamplingParams, decode_graphs, model_runner
+from engine.decode_graphs import DecodeGraphs, capture_order, graph_sizes, why_eager
+from engine.decode_inputs import DecodeInputs
+from mixed_requests import prompts, serve
+from reference import assert_greedy
+
+pytest.importorskip("triton")
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "kvcache_block_size": 4, "num_kvcache_blocks": 400, "max_num_seqs": 9,
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner.ModelRunner, "warm_up", lambda self, progress: None)
+
+
+@pytest.fixture
+def graphed(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path) -> Iterator[LLM]:
+    import fake_graphs
+
+    with monkeypatch.context() as patch:
+        fake_graphs.install(patch)
+        llm = LLM(tiny_qwen3, **SETTINGS)
+    yield llm
+    llm.engine.check_integrity()
+    llm.exit()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen3: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
+
+
+def graphs_of(llm: LLM) -> DecodeGraphs:
+    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    assert graphs is not None
+    return graphs
+
+
+def tokens(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
+    return [out.token_ids for out in llm.generate(asked, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 14])
+def test_batches_around_the_captured_sizes_have_the_greedy_tokens_of_transformers(
+    graphed: LLM, reference: Any, count: int
+) -> None:
+    for _ in range(2):  # the second time the prompts are cached
+        assert_greedy(reference, prompts(count), tokens(graphed, prompts(count), GREEDY))
+    assert graphs_of(graphed)._recorder.replays > 8  # type: ignore[attr-defined]
+
+
+def test_sequences_that_are_preempted_come_back_with_their_new_tables(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path, reference: Any
+) -> None:
+    import fake_graphs
+
+    fake_graphs.install(monkeypatch)
+    llm = LLM(tiny_qwen3, **SETTINGS | {"num_kvcache_blocks": 24})
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    assert_greedy(reference, prompts(6), tokens(llm, prompts(6), long))
+    assert llm.stats()["preemptions"] > 0
+    assert graphs_of(llm)._recorder.replays > 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_requests_has_the_tokens_that_eager_steps_give(graphed: LLM, tiny_qwen3: Path, seed: int) -> None:
+    """The eager engine is another one altogether: sdpa, and the sampler without its kernel."""
+    expected = serve(LLM(tiny_qwen3, **SETTINGS), seed)
+    found = serve(graphed, seed)
+    assert graphs_of(graphed)._recorder.replays > 5  # type: ignore[attr-defined]
+    assert {key: new for key, (new, _) in found.items()} == {key: new for key, (new, _) in expected.items()}
+    for key, (_, logprobs) in found.items():
+        chosen = [entry.logprob for entry in logprobs]
+        assert chosen == pytest.approx([entry.logprob for entry in expected[key][1]], abs=1e-3)
+
+
+def test_beams_are_those_of_eager_steps(graphed: LLM, tiny_qwen3: Path) -> None:
+    beams = BeamSearchParams(beam_width=3, max_tokens=10)
+    eager, found = (
+        [[beam.token_ids for beam in out.outputs] for out in llm.generate(prompts(2), beams, use_tqdm=False)]
+        for llm in (LLM(tiny_qwen3, **SETTINGS), graphed)
+    )
+    assert found == eager
+    assert graphs_of(graphed)._recorder.replays > 5  # type: ignore[attr-defined]
+
+
+def test_capturing_and_padding_write_nothing_to_the_cache(graphed: LLM) -> None:
+    cache = graphed.engine.runner.kv_cache  # type: ignore[attr-defined]
+    assert not cache.any()
+    tokens(graphed, prompts(3), GREEDY)  # three rows in a graph of four
+    used = -(-max(len(p) + GREEDY.max_tokens for p in prompts(3)) // 4) * 3
+    assert 0 < int(cache.any(-1).any(-1).any(-1).any(0).any(0).sum()) <= used
+
+
+def test_a_table_is_sent_as_a_whole_once_and_then_grows_on_the_device(
+    graphed: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    introduce, sent = DecodeInputs._introduce, []
+
+    def watched(self: DecodeInputs, seq: Any, num_blocks: int) -> Any:
+        sent.append(seq.seq_id)
+        return introduce(self, seq, num_blocks)
+
+    monkeypatch.setattr(DecodeInputs, "_introduce", watched)
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # ten blocks of four tokens
+    tokens(graphed, prompts(4), long)
+    assert len(sent) == len(set(sent)) == 4
+
+
+def test_a_mixed_step_between_graphs_leaves_no_gap_in_the_tables(graphed: LLM, reference: Any) -> None:
+    """While a long prompt is computed in chunks, the others decode eagerly over block borders."""
+    first, second = [5, 6, 7], [(11 * i) % 500 + 3 for i in range(200)]
+    engine, replies = graphed.engine, {}
+    params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
+    ids = [engine.add_request(first, params)]
+    for step in range(60):
+        if step == 6:
+            ids.append(engine.add_request(second, params))
+        for out in engine.step():
+            replies.setdefault(out.request_id, []).extend(out.new_token_ids)
+    assert_greedy(reference, [first, second], [replies[i] for i in ids])
+
+
+def test_a_replay_that_fails_costs_no_token(graphed: LLM, reference: Any) -> None:
+    graphs = graphs_of(graphed)
+    calls = 0
+
+    def failing(size: int, replay: Any) -> Any:
+        def run() -> None:
+            nonlocal calls
+            calls += 1
+            replay()
+            if calls == 4:
+                raise RuntimeError("once")
+
+        return run
+
+    graphs._replays = {size: failing(size, replay) for size, replay in graphs._replays.items()}
+    assert_greedy(reference, prompts(5), tokens(graphed, prompts(5), GREEDY))
+    assert calls > 4
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only(graphed: LLM, reference: Any) -> None:
+    """One token's embedding becomes NaN, one that only this request generates: what fails is a decode in a graph."""
+    others = prompts(3)
+    reply, *replies = tokens(graphed, [[9, 8, 7], *others], GREEDY)
+    harmless = {token for row in (*others, *replies, [9, 8, 7]) for token in row}
+    place, poison = next((i, token) for i, token in enumerate(reply) if token not in harmless)
+    model: Any = graphed.engine.runner.model  # type: ignore[attr-defined]
+    embed, forward = model.model.embed_tokens, model.model.embed_tokens.forward
+    embed.forward = lambda ids: forward(ids).masked_fill((ids == poison)[:, None], torch.nan)
+    bad, *good = graphed.generate([[9, 8, 7], *others], GREEDY, use_tqdm=False)
+    assert (bad.token_ids, bad.error) == (reply[: place + 1], "the model produced logits that are not finite")
+    assert_greedy(reference, others, [out.token_ids for out in good])
+
+
+# ---------------------------------------------------------------------- sizes, budget, reasons
+
+
+def test_few_rows_have_graphs_of_their_own_and_the_largest_is_the_engines_limit() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(4096)[-1] == 512
+    assert graph_sizes(300)[-3:] == [272, 288, 300]
+
+
+def test_the_largest_graph_is_captured_first_and_what_a_budget_cuts_are_the_sizes_between_powers_of_two() -> None:
+    assert capture_order([1, 2, 4, 8, 16, 24, 32, 40]) == [40, 32, 16, 8, 4, 2, 1, 24]
+
+
+@pytest.mark.parametrize("limit", ["memory", "time"])
+def test_a_budget_that_is_used_up_leaves_sizes_out_and_says_so(
+    graphed: LLM, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fake_graphs import FakeRecorder
+
+    runner: Any = graphed.engine.runner
+    inputs = DecodeInputs(runner._tables, runner.sampler, 4, 9, torch.device("cpu"))
+    recorder: Any = FakeRecorder(used=100)
+    graphs = DecodeGraphs(runner.model, runner.sampler, inputs, [1, 2, 4, 8, 9], 4, torch.device("cpu"), recorder)
+    assert not graphs.fits(1)
+    stages: list[tuple[str, float]] = []
+    budget, seconds = (250, 60.0) if limit == "memory" else (10**9, -1.0)
+    with caplog.at_level(logging.INFO, "pageturn.engine"):
+        graphs.capture(budget, lambda stage, percent: stages.append((stage, percent)), seconds)
+    if limit == "memory":
+        assert graphs.sizes == [4, 8, 9] and graphs.fits(1) and not graphs.fits(10)
+        assert "left out: 1, 2" in caplog.text
+    else:
+        assert graphs.sizes == [] and "left out: 1, 2, 4, 8, 9" in caplog.text
+    assert stages[0] == ("capturing graphs", 0.0) and stages[-1] == ("capturing graphs", 100.0)
+
+
+def test_a_step_larger_than_every_graph_is_eager(graphed: LLM, reference: Any) -> None:
+    graphs_of(graphed).sizes = [1, 2, 4]
+    assert_greedy(reference, prompts(7), tokens(graphed, prompts(7), GREEDY))
+
+
+def test_enforce_eager_captures_nothing_and_the_log_says_why(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "pageturn.engine"):
+        llm = LLM(tiny_llama, **SETTINGS, enforce_eager=True)
+    assert llm.engine.runner.graphs is None  # type: ignore[attr-defined]
+    assert "decode graphs: none (enforce_eager is set)" in caplog.text
+    llm.exit()
+
+
+def test_what_cannot_be_captured_has_a_reason(graphed: LLM, make_tiny_model: Any) -> None:
+    runner: Any = graphed.engine.runner
+    card = SimpleNamespace(device=torch.device("cuda"), attention_backend="triton")
+    assert why_eager(False, card, runner.model, runner.sampler, 1) is None  # type: ignore[arg-type]
+    on_cpu = why_eager(False, runner.device, runner.model, runner.sampler, 1)
+    assert on_cpu == "a cpu has no CUDA graphs"
+    ranks = why_eager(False, card, runner.model, runner.sampler, 2)  # type: ignore[arg-type]
+    assert ranks == "tensor_parallel_size is above 1"
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    plain = LLM(make_tiny_model("llama", rope_parameters=scaling), **SETTINGS).engine.runner
+    card.attention_backend = "sdpa"
+    assert "sdpa" in str(why_eager(False, card, plain.model, runner.sampler, 1))  # type: ignore[arg-type, attr-defined]
+    model: Any = plain.model  # type: ignore[attr-defined]
+    for layer in decode_graphs.attention_layers(model):
+        layer.backend = decode_graphs.attention_layers(runner.model)[0].backend
+    assert "dynamic" in str(why_eager(False, card, model, runner.sampler, 1))  # type: ignore[arg-type]

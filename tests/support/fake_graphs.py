@@ -1,0 +1,94 @@
+"""Decode graphs without a card: a graph that calls the function it recorded, and the references of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import decode_graphs, sampler
+from engine.device import DeviceManager
+from models import loader
+from models.batch import ForwardBatch
+from models.kernels import paged_decode, paged_prefill, rope_cache, sampling
+from models.layers.attention import AttentionBackend
+
+
+class FakeRecorder:
+    """replays: the number of rows of each replayed step, in order. used: bytes that each recording takes."""
+
+    def __init__(self, device: torch.device | None = None, used: int = 0) -> None:
+        self.recorded = 0
+        self.replays = 0
+        self._used = used
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        function()
+
+        def replay() -> None:
+            self.replays += 1
+            function()
+
+        return replay
+
+    def used_bytes(self) -> int:
+        return self.recorded * self._used
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+
+
+class ReferenceBackend(AttentionBackend):
+    """TritonBackend with each kernel's reference in its place: reads lengths and tables as tensors only."""
+
+    name = "triton"
+    wants_device_lengths = True
+    has_forward_qkv = True
+
+    def forward(self, *args: Any) -> Tensor:
+        raise NotImplementedError
+
+    def forward_qkv(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        kv_heads, dim = k_cache.shape[2:]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        q = rope_cache.reference(
+            qkv, *rope, batch.slot_mapping, k_cache, v_cache,
+            num_heads=heads, q_weight=q_weight, k_weight=k_weight, eps=eps,
+        )  # fmt: skip
+        n, lens = batch.num_decodes, batch.context_lens_tensor
+        assert lens is not None and batch.query_start is not None
+        decoded = paged_decode.reference(q[:n], k_cache, v_cache, lens[:n], batch.block_tables[:n], scale)
+        chunks = paged_prefill.reference(
+            q[n:], k_cache, v_cache, batch.query_start[n:], lens[n:], batch.block_tables[n:], scale
+        )
+        return torch.cat((decoded, chunks)).flatten(1)
+
+
+def _sample(*args: Tensor, out: Tensor | None = None) -> Tensor:
+    tokens = sampling.reference(*args)
+    return tokens if out is None else out.copy_(tokens)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """From here on engines on a CPU use references for kernels, and capture decode steps."""
+    patch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    patch.setattr(loader, "get_backend", lambda name: ReferenceBackend())
+    kernel = SimpleNamespace(sample=_sample)
+    patch.setattr(sampler, "kernels", SimpleNamespace(load=lambda name, device: kernel))
+    patch.setattr(decode_graphs, "why_eager", lambda enforce_eager, *rest: "asked for" if enforce_eager else None)
+    patch.setattr(decode_graphs, "CudaRecorder", FakeRecorder)
