@@ -56,16 +56,23 @@ def score(logits: Tensor, tokens: Tensor, wanted: ScoredRows) -> Scores:
     return _score(logits, tokens, wanted.counts)
 
 
-def score_prompt(hidden: Tensor, targets: Tensor, count: int, head: Callable[[Tensor], Tensor], vocab: int) -> Scores:
+def score_prompt(
+    hidden: Tensor, targets: Tensor, count: int, head: Callable[[Tensor], Tensor | None], vocab: int
+) -> Scores | None:
     """Of targets int64 [P], the tokens that follow hidden states [P, H]; head makes float32 logits [., vocab] of these.
 
-    The logits are computed a slice at a time: those of a whole chunk would take more memory than the model.
+    The logits are computed a slice at a time: those of a whole chunk would take more memory than the model. None on
+    a rank that has no logits, which takes part in the computation of each slice all the same.
     """
     size = max(1, _SLICE // vocab)
     parts = []
     for start in range(0, len(targets), size):
         tokens = targets[start : start + size]
-        parts.append(_score(head(hidden[start : start + size]), tokens, [count] * len(tokens)))
+        logits = head(hidden[start : start + size])
+        if logits is not None:
+            parts.append(_score(logits, tokens, [count] * len(tokens)))
+    if not parts:
+        return None
     return Scores(
         targets,
         torch.cat([p.chosen for p in parts]),

@@ -136,7 +136,8 @@ class ModelRunner:
         batch, rows = self._inputs.build(plan)
         hidden = self.model(batch)
         sampled = rows.sampled
-        prompt_scores = [(item.seq, self._score_prompt(hidden, first, item)) for first, item in rows.prompts]
+        scored = [(item.seq, self._score_prompt(hidden, first, item)) for first, item in rows.prompts]
+        prompt_scores = [(seq, scores) for seq, scores in scored if scores is not None]
         if not sampled:
             return StepHandle([], None, prompt_scores=prompt_scores)
         if rows.prompts or len(sampled) > len(hidden):
@@ -267,7 +268,7 @@ class ModelRunner:
             handle.scores, handle.scored = score(logits, token_ids, settings.scored), settings.scored.index
         return handle
 
-    def _score_prompt(self, hidden: torch.Tensor, first: int, item: ScheduledSequence) -> Scores:
+    def _score_prompt(self, hidden: torch.Tensor, first: int, item: ScheduledSequence) -> Scores | None:
         seq, wanted = item.seq, item.seq.unscored_prompt(item.start, item.start + item.num_tokens)
         targets = torch.tensor(seq.token_ids[wanted.start + 1 : wanted.stop + 1], device=hidden.device)
         rows = hidden[first : first + len(wanted)]

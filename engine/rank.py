@@ -7,7 +7,8 @@ It is told everything over one channel, a socket pair made for it alone, and ans
                                         next is how many it is to allocate
     ("ready", seconds a token)          warmed up, and how fast it then was
     ("compiling",)                      at any time: it compiles a kernel, and may need longer
-    ("done", token ids, calls)          for every step; ids on rank 0 only. calls counts the collectives so far.
+    ("done", answer, calls)             for every step; see step_answer.py; empty on ranks other than 0. calls counts
+                                        the collectives so far.
     ("failed", exception, calls)        instead of any of these; calls is None where the process is of no more use
 
 It ends when it is told None, or when the parent's end of the channel closes: then at once, whatever it is doing, so
@@ -194,6 +195,7 @@ def _seconds_per_token(runner: ModelRunner, plan: DevicePlan) -> float:
 def _serve(runner: ModelRunner, channel: Connection) -> None:
     """Run steps until told to end."""
     from engine.plan_deltas import PlanDecoder
+    from engine.step_answer import to_answer
     from models.layers.parallel import Collective
 
     collectives = [module for module in runner.model.modules() if isinstance(module, Collective)]
@@ -203,15 +205,19 @@ def _serve(runner: ModelRunner, channel: Connection) -> None:
         plan, ended = decoder.decode(step)
         for seq_id in ended:
             runner.forget(seq_id)
+        chores_done = False
         try:
             chores.do(runner)
-            token_ids = runner.collect(runner.launch(plan))
+            chores_done = True
+            handle = runner.launch(plan)
+            answer = to_answer(handle, runner.collect(handle))
         except Exception as error:
-            calls = sum(c.num_calls for c in collectives) if _is_usable(runner.device) else None
-            answer = ("failed", _portable(error), calls)
+            # A step can be run again in parts, but chores are told once: a block that was not copied would be used.
+            usable = chores_done and _is_usable(runner.device)
+            calls = sum(c.num_calls for c in collectives) if usable else None
+            channel.send(("failed", _portable(error), calls))
         else:
-            answer = ("done", token_ids, sum(c.num_calls for c in collectives))
-        channel.send(answer)
+            channel.send(("done", answer, sum(c.num_calls for c in collectives)))
 
 
 def _is_usable(plan: DevicePlan) -> bool:

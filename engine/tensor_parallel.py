@@ -21,6 +21,7 @@ from engine.plan_deltas import PlanEncoder
 from engine.rank import Chores, RankSetup
 from engine.rank_group import Progress, RankGroup, RanksLost, in_words
 from engine.scheduler import StepPlan
+from engine.step_answer import awaited, fill
 from models.config import ModelConfig
 
 __all__ = ["RanksLost", "TensorParallelRunner"]
@@ -87,10 +88,10 @@ class TensorParallelRunner:
         self._group.send((self._encoder.encode(plan), self._chores))
         self._chores = Chores()
         self._sending = False
-        return StepHandle([item.seq for item in plan.items if item.samples], None)
+        return awaited(plan)
 
     def collect(self, handle: StepHandle) -> list[int]:
-        """Wait for the step; returns the sampled ids as ModelRunner.collect does.
+        """Wait for the step; fills the handle and returns the sampled ids as ModelRunner.collect does.
 
         Raises the exception that the step ended with, where all ranks are still in step; else RanksLost.
         """
@@ -99,7 +100,7 @@ class TensorParallelRunner:
         self._seconds_left = None
         error = next((answer[1] for answer in answers if answer[0] == "failed"), None)
         if error is None:
-            return answers[0][1]
+            return fill(handle, answers[0][1])
         counts = {num_calls for _, _, num_calls in answers}
         if len(counts) > 1 or None in counts:
             raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error

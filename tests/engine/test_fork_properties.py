@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.outputs import BeamResult, RequestPriority, StepOutput
 from engine.sampling_params import BeamSearchParams, SamplingParams
-from history_model import EOS, expected_output, history_engine, likeliest
+from history_model import EOS, expected_beams, expected_output, history_engine
 
 MAX_MODEL_LEN = 40
 PROMPTS = st.builds(
@@ -19,29 +18,6 @@ PROMPTS = st.builds(
     st.integers(0, 9),
     st.lists(st.integers(0, 3), min_size=1, max_size=8),
 )
-
-
-def expected_beams(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
-    """Beam search with early_stopping over whole histories: nothing is shared, so nothing can be shared wrongly."""
-    width, length_limit = params.beam_width, min(params.max_tokens, MAX_MODEL_LEN - len(prompt))
-    live: list[tuple[list[int], Any]] = [([], np.float32(0))]
-    done: list[tuple[list[int], float]] = []
-    for length in range(1, length_limit + 1):
-        ways = [
-            ([*ids, token], np.float32(logprob) + total)
-            for ids, total in live
-            for token, logprob in likeliest(prompt + ids, 2 * width).top
-        ]
-        ways = sorted(ways, key=lambda way: -way[1])[: 2 * width]
-        ended = [ids[-1] == EOS or length == length_limit for ids, _ in ways]
-        for (ids, total), end in list(zip(ways, ended, strict=True))[:width]:
-            if end:
-                done.append((ids if ids[-1] != EOS else ids[:-1], float(total / np.float32(length))))
-        done = sorted(done, key=lambda beam: -beam[1])[:width]
-        live = [way for way, end in zip(ways, ended, strict=True) if not end][:width]
-        if not live or len(done) == width:
-            break
-    return done
 
 
 class ForkMachine(RuleBasedStateMachine):
@@ -143,7 +119,7 @@ class ForkMachine(RuleBasedStateMachine):
             return
         beams: list[BeamResult] = output.beams or []
         if params.beam_width * (len(prompt) + params.max_tokens + self.block_size) <= self.pool_tokens:
-            assert [(b.token_ids, b.score) for b in beams] == expected_beams(prompt, params)
+            assert [(b.token_ids, b.score) for b in beams] == expected_beams(prompt, params, MAX_MODEL_LEN)
 
     @invariant()
     def books_balance(self) -> None:

@@ -14,6 +14,7 @@ from engine import LLM, SamplingParams, logprobs
 from engine.detokenizer import Detokenizer
 from engine.outputs import StepOutput, TokenLogprobs
 from engine.stream import StreamState, merge
+from reference import assert_logprobs
 
 PROMPT = [(i * 37) % 500 + 3 for i in range(37)]
 
@@ -30,20 +31,6 @@ def llm(tiny_llama: Path) -> Iterator[LLM]:
     llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=64, kvcache_block_size=4)
     yield llm
     llm.exit()
-
-
-def assert_logprobs(model: Any, ids: list[int], first: int, entries: list[Any], count: int) -> None:
-    """Entry i is that of ids[first + i] after what stands before it."""
-    assert len(entries) == len(ids) - first
-    with torch.inference_mode():
-        rows = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    for position, entry in enumerate(entries, start=first):
-        row = rows[position - 1]
-        assert entry.token_id == ids[position]
-        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
-        best = row.topk(count) if count else torch.topk(row, 1)
-        assert [t for t, _ in entry.top] == best.indices.tolist()[:count]
-        assert [p for _, p in entry.top] == pytest.approx(best.values.tolist()[:count], abs=1e-4)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -105,6 +92,15 @@ def test_a_prompts_are_the_same_whole_in_chunks_and_in_slices(
         assert_logprobs(model, prompt, 1, out.prompt_logprobs[1:], count)
     assert largest <= max(slice_rows, 3)
     llm.exit()
+
+
+def test_a_rank_without_logits_takes_part_in_every_slice_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is a collective: a rank that calls it less often than the others leaves them waiting."""
+    monkeypatch.setattr(logprobs, "_SLICE", 512 * 5)
+    taken = []
+    hidden, targets = torch.zeros(12, 4), torch.zeros(12, dtype=torch.int64)
+    assert logprobs.score_prompt(hidden, targets, 3, lambda rows: taken.append(len(rows)), 512) is None
+    assert taken == [5, 5, 2]
 
 
 def test_a_cached_prompt_is_computed_again_for_its_logprobs_and_only_then(llm: LLM, model: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from engine.sampling_params import SamplingParams
-from history_model import EOS, expected_output
+from engine.llm_engine import LLMEngine
+from engine.outputs import RequestMetrics, StepOutput
+from engine.sampling_params import BeamSearchParams, SamplingParams
+from history_model import EOS, expected_output, history_engine
 from wired_runner import wired_engine
 
 MAX_MODEL_LEN = 64
@@ -36,9 +39,75 @@ def test_a_rank_that_knows_only_the_messages_computes_what_the_engine_means(seed
                 ended[output.request_id] = output.finish_reason
         engine.check_integrity()
     assert len(ended) == len(prompts) == 40
+    room = engine.blocks.num_blocks * engine.blocks.block_size
+    assert {r for r, reason in ended.items() if reason == "error"} == {r for r, p in prompts.items() if len(p) > room}
     for request_id, tokens in got.items():
         assert tokens == expected_output(prompts[request_id], len(tokens), MAX_MODEL_LEN)
     assert engine.stats.num_preemptions > 0 or engine.blocks.block_size == 8
+
+
+def random_params(rng: random.Random) -> SamplingParams | BeamSearchParams:
+    """Continuations, searches, log-probabilities of output and prompt, in every mixture."""
+    if rng.random() < 0.3:
+        return BeamSearchParams(rng.randrange(1, 4), rng.randrange(1, 9), early_stopping=rng.random() < 0.7)
+    return SamplingParams(
+        max_tokens=rng.randrange(1, 12),
+        n=rng.choice([1, 1, 2, 3, 6]),
+        seed=rng.randrange(100),
+        logprobs=rng.choice([None, 0, 3]),
+        prompt_logprobs=rng.choice([None, None, 0, 2]),
+    )
+
+
+def without_times(outputs: list[StepOutput]) -> list[StepOutput]:
+    return [replace(output, metrics=RequestMetrics()) for output in outputs]
+
+
+@pytest.mark.parametrize("faulty", [False, True], ids=["", "steps fail"])
+@pytest.mark.parametrize("seed", range(8))
+def test_forks_beams_and_logprobs_are_the_same_behind_the_messages_step_by_step(seed: int, faulty: bool) -> None:
+    """Beside an engine whose runner sees the sequences themselves: aborts of a request and of one continuation, pools
+    that preempt a search in its midst, more continuations than run at once. A step that fails is run again in parts,
+    of sequences that the ranks have forgotten."""
+    rng = random.Random(seed)
+    shape = rng.randrange(8, 16), rng.choice([1, 4, 8])
+    settings = {"max_num_seqs": rng.randrange(3, 6), "max_num_batched_tokens": rng.randrange(6, 24)}
+    wired, runner = wired_engine(*shape, **settings)
+    engines: tuple[LLMEngine, ...] = (wired, history_engine(*shape, **settings))
+    if faulty:
+        runner.faults.update(range(5, 5000, 7))
+    requests: list[int] = []
+    for _ in range(500):
+        if len(requests) < 30 and rng.random() < 0.3:
+            prompt = [1, 2, 3, 4, 5, 6, 7, 8][: rng.randrange(9)] * 2 + [rng.randrange(90)]
+            params = random_params(rng)
+            requests.append(*{engine.add_request(prompt, params) for engine in engines})
+        if requests and rng.random() < 0.06:
+            request_id, index = rng.choice(requests), rng.choice([None, 0, 1])
+            for engine in engines:
+                engine.abort(request_id, index=index)
+        there, here = (without_times(engine.step()) for engine in engines)
+        if faulty:  # what runs first of a step's parts is told first
+            there.sort(key=lambda o: (o.request_id, o.index))
+            here.sort(key=lambda o: (o.request_id, o.index))
+        assert there == here
+        wired.check_integrity()
+    assert len(requests) == 30 and all(engine.is_finished() for engine in engines)
+    assert not runner._encoder._sent and not runner._encoder._of_request, "the encoder remembers what has ended"
+
+
+def test_the_prompt_of_continuations_and_beams_goes_over_once() -> None:
+    engine, runner = wired_engine(700, 16, max_num_batched_tokens=2048, max_model_len=11_000)
+    for params in (SamplingParams(n=4, max_tokens=4, ignore_eos=True, seed=1), BeamSearchParams(4, 4)):
+        engine.add_request([7] * 10_000, params)
+        runner.sizes.clear()
+        while not engine.is_finished():
+            engine.step()
+        first, *_ = runner.sizes
+        assert first > 10_000
+        # The step that starts them names their blocks: 625 numbers each. What follows is a few bytes a beam.
+        assert max(runner.sizes[1:]) < 4 * 625 * 3 + 1000
+        assert runner.sizes[-1] < 400
 
 
 def test_a_decode_costs_the_same_bytes_after_ten_tokens_and_after_ten_thousand() -> None:

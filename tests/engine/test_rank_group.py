@@ -3,20 +3,24 @@ are real; the model in them is a stand-in, so that they start in a moment."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import standin_rank
-from engine import EngineConfig, SamplingParams, rank_group
+from engine import EngineConfig, SamplingParams, rank, rank_group
 from engine.model_runner import StepHandle
+from engine.plan_deltas import PlanEncoder
+from engine.rank import Chores
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from engine.tensor_parallel import RanksLost, TensorParallelRunner
@@ -24,6 +28,7 @@ from models.config import ModelConfig
 from processes import descendants, gone
 
 Opened = Callable[..., TensorParallelRunner]
+_request_ids = itertools.count(1)
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def open_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ope
 
 
 def a_plan(length: int = 1, start: int = 0) -> StepPlan:
-    seq = Sequence(1, [5] * length, SamplingParams(), seed=0, max_tokens=9, stop_ids=frozenset())
+    seq = Sequence(next(_request_ids), [5] * length, SamplingParams(), seed=0, max_tokens=9, stop_ids=frozenset())
     seq.status, seq.block_table = SequenceStatus.RUNNING, [0]
     return StepPlan([ScheduledSequence(seq, start, length - start, True)], 0, length - start)
 
@@ -289,3 +294,19 @@ def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path
     assert not list(temporary.glob("pageturn-ranks-*"))
     if os.path.isdir("/dev/shm"):
         assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_a_rank_that_failed_at_a_chore_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step could be run again in parts, but without the block that was to be copied first."""
+
+    def fail(copies: dict[int, int]) -> None:
+        raise MemoryError("no room for a copy")
+
+    model = SimpleNamespace(modules=list)
+    runner = SimpleNamespace(model=model, copy_blocks=fail, device=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    ours, theirs = Pipe()
+    ours.send((PlanEncoder().encode(a_plan()), Chores(copies={1: 0})))
+    ours.send(None)
+    rank._serve(runner, theirs)  # type: ignore[arg-type]
+    kind, error, calls = ours.recv()
+    assert (kind, str(error), calls) == ("failed", "no room for a copy", None)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
 from engine import EngineConfig
 from engine.engine_thread import EngineThread
 from engine.llm_engine import LLMEngine
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.tensor_parallel import RanksLost
-from history_model import EOS, expected_output
+from history_model import EOS, expected_beams, expected_output, fork_token, likeliest, prompt_entries
 from wired_runner import wired_engine
 
 
@@ -44,6 +46,49 @@ def test_no_token_is_lost_doubled_or_changed_when_the_ranks_are(seed: int, in_co
     assert run(engine, prompts, 12) == expected
     assert runner.num_rebuilt == len([n for n in losses if n < len(runner.sizes)]) > 1
     assert run(engine, prompts, 12) == expected  # what is cached by now is right, too
+
+
+@pytest.mark.parametrize("in_collect", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_forks_searches_and_logprobs_survive_the_loss_of_the_ranks(seed: int, in_collect: bool) -> None:
+    """Lost between a prompt's chunks, before its forks are born and after, in the midst of a search, with copies on
+    write still to be done, and with some of it preempted already."""
+    rng = random.Random(seed)
+    losses = sorted(rng.sample(range(0, 60, 2), 10))
+    engine, runner = wired_engine(24, 4, losses, in_collect, max_num_batched_tokens=rng.randrange(8, 20))
+    asked: dict[int, tuple[list[int], SamplingParams | BeamSearchParams]] = {}
+    for i in range(9):
+        prompt = [1, 2, 3, 4, 5] * rng.randrange(1, 4) + [rng.randrange(90)]
+        plain = SamplingParams(max_tokens=10, ignore_eos=True, n=1 + i % 4, logprobs=2, prompt_logprobs=i % 3)
+        params = BeamSearchParams(3, 7, early_stopping=True) if i % 3 == 2 else plain
+        asked[engine.add_request(prompt, params)] = (prompt, params)
+    tokens, logprobs = defaultdict[tuple[int, int], list[int]](list), defaultdict[tuple[int, int], list[Any]](list)
+    num_ended = 0
+    while not engine.is_finished():
+        for output in engine.step():
+            prompt, params = asked[output.request_id]
+            key = output.request_id, output.index
+            tokens[key] += output.new_token_ids
+            logprobs[key] += output.logprobs or []
+            is_first = len(output.new_token_ids) == len(tokens[key]) == 1
+            if isinstance(params, SamplingParams) and output.index == 0 and is_first:
+                wanted = prompt_entries(prompt, range(len(prompt) - 1), params.prompt_logprobs or 0)
+                assert output.prompt_logprobs == [None, *wanted]
+            if output.finish_reason is None:
+                continue
+            num_ended += 1
+            if isinstance(params, BeamSearchParams):
+                found = [(beam.token_ids, beam.score) for beam in output.beams or []]
+                assert found == expected_beams(prompt, params, 64)
+        engine.check_integrity()
+    for (request_id, index), got in tokens.items():
+        prompt, params = asked[request_id]
+        if isinstance(params, SamplingParams):
+            histories = [[*prompt, *got[:i]] for i in range(10)]
+            assert got == [fork_token(history, index) for history in histories]
+            assert logprobs[request_id, index] == [likeliest(history, 2) for history in histories]
+    assert num_ended == sum(p.n if isinstance(p, SamplingParams) else 1 for _, p in asked.values())
+    assert runner.num_rebuilt == len([n for n in losses if n < len(runner.sizes)]) > 3
 
 
 def test_what_was_cached_before_the_loss_is_not_found_after_it() -> None:

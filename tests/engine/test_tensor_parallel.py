@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, RequestOutput, SamplingParams
+from engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from processes import descendants, gone
-from reference import assert_greedy
+from reference import assert_beams, assert_greedy, assert_logprobs, reference_beams
 
 NEW = 24
 # Small steps and a pool of half of what the prompts want at a time: chunks, cached prefixes and preemptions.
@@ -38,19 +38,21 @@ def greedy_params(count: int = NEW) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-SAMPLED = [
-    SamplingParams(max_tokens=NEW, ignore_eos=True, **more)
-    for more in (
-        {"temperature": 0.8, "top_p": 0.9, "seed": 1},
-        {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "seed": 2**63 - 1},
-        {"temperature": 0.8, "min_p": 0.05, "presence_penalty": 0.7, "frequency_penalty": -0.3, "seed": 0},
-        {"temperature": 0.0, "repetition_penalty": 1.2},
-    )
+_SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "seed": 2**63 - 1},
+    {"temperature": 0.8, "min_p": 0.05, "presence_penalty": 0.7, "frequency_penalty": -0.3, "seed": 0},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
 ]
+SAMPLED = [SamplingParams(max_tokens=NEW, ignore_eos=True, **more) for more in _SAMPLED]
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [o.token_ids for o in outputs]
+
+
+def continuations(outputs: list[RequestOutput]) -> list[list[tuple[list[int], str | None]]]:
+    return [[(one.token_ids, one.finish_reason) for one in o.outputs] for o in outputs]
 
 
 def random_prompts(seed: int = 4) -> list[list[int]]:
@@ -119,6 +121,69 @@ def test_two_ranks_sample_and_penalise_as_one_does(pair: Pair) -> None:
     assert ids(pair.two.generate(prompts, SAMPLED * 2, use_tqdm=False)) == expected
 
 
+def test_two_ranks_draw_the_continuations_that_one_does_each_with_its_own_seed(pair: Pair) -> None:
+    """More of them than run at once, in a pool that preempts them. The greedy ones are transformers'."""
+    prompts = random_prompts(8)
+    biased: dict[str, Any] = {"n": 3, "logit_bias": {7: 6.0, 300: -100.0}, "stop_token_ids": [7], "min_tokens": 5}
+    params = [
+        SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.8, seed=5, n=3),
+        SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.8, seed=6, **biased),
+        SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0.8, seed=7, n=4, repetition_penalty=1.3),
+        SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0, n=3),
+    ]
+    before = pair.two.stats()["preemptions"]
+    outputs = pair.two.generate(prompts, params * 2, use_tqdm=False)
+    assert pair.two.stats()["preemptions"] > before
+    assert continuations(outputs) == continuations(pair.one.generate(prompts, params * 2, use_tqdm=False))
+    assert len({tuple(one.token_ids) for one in outputs[0].outputs}) == 3
+    assert any(one.finish_reason == "stop" for out in outputs[1::4] for one in out.outputs)
+    assert all(len(one.token_ids) >= 5 for out in outputs[1::4] for one in out.outputs)
+    for prompt, out in zip(prompts[3::4], outputs[3::4], strict=True):
+        assert_greedy(pair.reference, [prompt] * 3, [one.token_ids for one in out.outputs])
+    pair.two.engine.check_integrity()
+
+
+def test_two_ranks_find_the_beams_of_transformers_beside_others_and_preempted(pair: Pair) -> None:
+    prompts = random_prompts(9)
+    beams = BeamSearchParams(5, 12)
+    params = [beams, greedy_params(36)] * 4
+    before = pair.two.stats()["preemptions"]
+    outputs = pair.two.generate(prompts, params, use_tqdm=False)
+    assert pair.two.stats()["preemptions"] > before
+    eos = list(pair.two.engine.model_config.eos_token_ids)
+    for prompt, out in zip(prompts[::2], outputs[::2], strict=True):
+        assert_beams(out, reference_beams(pair.reference, [prompt], beams, eos)[0])
+    assert_greedy(pair.reference, prompts[1::2], ids(outputs[1::2]))
+    pair.two.engine.check_integrity()
+
+
+def test_two_ranks_give_the_logprobs_of_transformers_for_output_and_prompt(pair: Pair) -> None:
+    """Of prompts in chunks, of cached ones, after preemptions, and of each continuation."""
+    prompts = random_prompts(10)
+    count = 4
+    common: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True, "seed": 3, "logprobs": count}
+    params = [
+        SamplingParams(prompt_logprobs=count, **common),
+        SamplingParams(n=3, **common),
+        SamplingParams(n=2, prompt_logprobs=count, temperature=0, **common),
+    ]
+    before = pair.two.stats()["preemptions"]
+    for asked in (prompts[:6], prompts[2:6]):
+        chosen = (params * 2)[: len(asked)]
+        outputs = pair.two.generate(asked, chosen, use_tqdm=False)
+        for prompt, settings, out in zip(asked, chosen, outputs, strict=True):
+            for one in out.outputs:
+                assert one.logprobs is not None
+                assert_logprobs(pair.reference, prompt + one.token_ids, len(prompt), one.logprobs, count)
+            if settings.prompt_logprobs is None:
+                assert out.prompt_logprobs is None
+            else:
+                assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None
+                assert_logprobs(pair.reference, prompt, 1, out.prompt_logprobs[1:], count)
+    assert pair.two.stats()["preemptions"] > before
+    pair.two.engine.check_integrity()
+
+
 def test_two_engines_work_at_the_same_time(pairs: dict[str, Pair]) -> None:
     """Four ranks on one machine, whose steps are interleaved."""
     prompts = random_prompts(6)[:3]
@@ -144,7 +209,9 @@ def test_a_rank_lost_in_mid_generation_is_noticed_and_no_token_changes(
     assert ranks is not None
     monkeypatch.setattr(ranks, "patience", 2.5)  # and no false alarm on a busy machine
     prompts = random_prompts(7)
-    order = [llm.add_request(p, s) for p, s in zip(prompts, SAMPLED * 2, strict=True)]
+    params = [*SAMPLED, SamplingParams(max_tokens=NEW, ignore_eos=True, n=3, seed=9), BeamSearchParams(3, NEW)]
+    params += [SamplingParams(max_tokens=NEW, n=2, seed=8, logprobs=1, prompt_logprobs=1), *SAMPLED[:1]]
+    order = [llm.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
     outputs = {o.request_id: o for _ in range(8) for o in llm.step()}
     assert any(o.token_ids for o in outputs.values())
     noticed: list[float] = []
@@ -157,8 +224,13 @@ def test_a_rank_lost_in_mid_generation_is_noticed_and_no_token_changes(
     assert noticed[0] - began < within
     assert gone(old, seconds=0)
     assert len(noticed) == 1
-    expected = ids(pair.one.generate(prompts, SAMPLED * 2, use_tqdm=False))
-    assert [outputs[request_id].token_ids for request_id in order] == expected
+    expected = pair.one.generate(prompts, params, use_tqdm=False)
+    assert continuations([outputs[request_id] for request_id in order]) == continuations(expected)
+    for prompt, settings, request_id in zip(prompts, params, order, strict=True):
+        out = outputs[request_id]
+        if isinstance(settings, SamplingParams) and settings.prompt_logprobs is not None:
+            assert out.prompt_logprobs is not None
+            assert_logprobs(pair.reference, prompt, 1, out.prompt_logprobs[1:], 1)
     llm.engine.check_integrity()
 
 

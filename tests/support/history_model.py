@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
@@ -16,6 +18,7 @@ from engine.llm_engine import LLMEngine
 from engine.loading import EngineParts
 from engine.model_runner import StepHandle
 from engine.outputs import TokenLogprobs
+from engine.sampling_params import BeamSearchParams
 from engine.scheduler import StepPlan
 from models.config import ModelConfig
 
@@ -37,10 +40,15 @@ def fork_token(history: list[int], index: int) -> int:
 def likeliest(history: list[int], count: int) -> TokenLogprobs:
     """The `count` likeliest tokens after `history`, all different, with log-probabilities that depend on all of it."""
     digest = hashlib.blake2b(bytes(history)).digest()
-    ranked = sorted(range(VOCAB), key=lambda token: (digest[token % 64] * 131 + token * 29) % 509)[:count]
+    ranked = sorted(range(VOCAB), key=lambda token: (digest[token % 64] * 131 + token * 29) % 509)[: max(1, count)]
     top = tuple((token, -0.05 * (rank + 1) - digest[rank] / 997) for rank, token in enumerate(ranked))
     best_first = tuple(sorted(top, key=lambda entry: -entry[1]))
-    return TokenLogprobs(*best_first[0], best_first)
+    return TokenLogprobs(*best_first[0], best_first[:count])
+
+
+def prompt_entries(prompt: list[int], positions: range, count: int) -> list[TokenLogprobs]:
+    """The entries of prompt_logprobs for the tokens behind these positions."""
+    return [likeliest(prompt[: i + 1], count)._replace(token_id=prompt[i + 1]) for i in positions]
 
 
 def expected_output(prompt: list[int], max_tokens: int, max_model_len: int, index: int = 0) -> list[int]:
@@ -53,6 +61,29 @@ def expected_output(prompt: list[int], max_tokens: int, max_model_len: int, inde
         output.append(token)
         history.append(token)
     return output
+
+
+def expected_beams(prompt: list[int], params: BeamSearchParams, max_model_len: int) -> list[tuple[list[int], float]]:
+    """Beam search with early_stopping over whole histories: nothing is shared, so nothing can be shared wrongly."""
+    width, length_limit = params.beam_width, min(params.max_tokens, max_model_len - len(prompt))
+    live: list[tuple[list[int], Any]] = [([], np.float32(0))]
+    done: list[tuple[list[int], float]] = []
+    for length in range(1, length_limit + 1):
+        ways = [
+            ([*ids, token], np.float32(logprob) + total)
+            for ids, total in live
+            for token, logprob in likeliest(prompt + ids, 2 * width).top
+        ]
+        ways = sorted(ways, key=lambda way: -way[1])[: 2 * width]
+        ended = [ids[-1] == EOS or length == length_limit for ids, _ in ways]
+        for (ids, total), end in list(zip(ways, ended, strict=True))[:width]:
+            if end:
+                done.append((ids if ids[-1] != EOS else ids[:-1], float(total / np.float32(length))))
+        done = sorted(done, key=lambda beam: -beam[1])[:width]
+        live = [way for way, end in zip(ways, ended, strict=True) if not end][:width]
+        if not live or len(done) == width:
+            break
+    return done
 
 
 class HistoryRunner:
@@ -73,7 +104,7 @@ class HistoryRunner:
                 writes[slot] = entry
         for slot, entry in writes.items():
             self.slots[slot] = entry
-        tokens, sequences, logprobs = [], [], {}
+        tokens, sequences, logprobs, prompt_logprobs = [], [], {}, []
         for item in plan.items:
             history = []
             for position in range(item.start + item.num_tokens):
@@ -81,6 +112,9 @@ class HistoryRunner:
                 assert entry is not None, f"{item.seq} reads position {position}, which nobody wrote"
                 assert entry[1] == position, f"{item.seq} reads position {position} and finds {entry[1]}"
                 history.append(entry[0])
+            if wanted := item.seq.unscored_prompt(item.start, item.start + item.num_tokens):
+                count = item.seq.params.prompt_logprobs or 0
+                prompt_logprobs.append((item.seq, prompt_entries(item.seq.token_ids, wanted, count)))
             if not item.samples:
                 continue
             for seq in item.seq.drawn:
@@ -88,7 +122,8 @@ class HistoryRunner:
                 tokens.append(fork_token(history, seq.index))
                 if seq.num_logprobs is not None:
                     logprobs[seq] = likeliest(history, seq.num_logprobs)
-        return StepHandle(sequences, torch.tensor(tokens, dtype=torch.int64), logprobs=logprobs)
+        token_ids = torch.tensor(tokens, dtype=torch.int64)
+        return StepHandle(sequences, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def collect(self, handle: StepHandle) -> list[int]:
         assert handle.token_ids is not None

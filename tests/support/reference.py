@@ -26,6 +26,20 @@ def assert_greedy(model: Any, prompts: list[list[int]], continuations: list[list
             assert best[i - first, len(prompts[i]) - 1 : len(row) - 1].tolist() == continuations[i]
 
 
+def assert_logprobs(model: Any, ids: list[int], first: int, entries: list[Any], count: int) -> None:
+    """Entry i is that of ids[first + i] after what stands before it."""
+    assert len(entries) == len(ids) - first
+    with torch.inference_mode():
+        rows = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    for position, entry in enumerate(entries, start=first):
+        row = rows[position - 1]
+        assert entry.token_id == ids[position]
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+        best = row.topk(count) if count else torch.topk(row, 1)
+        assert [t for t, _ in entry.top] == best.indices.tolist()[:count]
+        assert [p for _, p in entry.top] == pytest.approx(best.values.tolist()[:count], abs=1e-4)
+
+
 def reference_beams(model: Any, prompts: list[list[int]], params: BeamSearchParams, eos: list[int]) -> list[Beams]:
     """The beams of each prompt (all of one length), best first: ids without the end-of-sequence id and what pads, and
     scores."""

@@ -42,7 +42,7 @@ def play(setup: RankSetup, channel: Connection) -> None:
         step, _chores = message
         answered += 1
         if answered <= 2:
-            channel.send(("done", [answered] if setup.rank == 0 else [], answered))
+            channel.send(("done", ([answered] if setup.rank == 0 else [], [], []), answered))
         elif script == "all fail":
             channel.send(("failed", ZeroDivisionError("in the model"), answered))
             answered = 0
@@ -57,8 +57,9 @@ def play(setup: RankSetup, channel: Connection) -> None:
         elif script == "compiles":
             channel.send(("compiling",))
             time.sleep(1.5)
-            channel.send(("done", [answered] if setup.rank == 0 else [], answered))
+            channel.send(("done", ([answered] if setup.rank == 0 else [], [], []), answered))
         elif script == "echo":
-            channel.send(("done", [num_blocks, len(step[1][0][2]) if step[1] else 0], answered))
+            prompt_length = len(step[1][0][3]) if step[1] else 0
+            channel.send(("done", ([num_blocks, prompt_length], [], []), answered))
         else:
             time.sleep(60)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from engine.llm_engine import LLMEngine
 from engine.model_runner import StepHandle
 from engine.plan_deltas import PlanDecoder, PlanEncoder
 from engine.recovery import StepExecutor
-from engine.scheduler import StepPlan
+from engine.scheduler import ScheduledSequence, StepPlan
+from engine.step_answer import awaited, fill, to_answer
 from engine.tensor_parallel import RanksLost
 from history_model import HistoryRunner, history_engine
 
 
 class WiredRunner(HistoryRunner):
-    """A HistoryRunner that sees nothing of the engine's own sequences. sizes: bytes of each message.
+    """A HistoryRunner that sees nothing of the engine's own sequences. sizes: bytes of each message. Its answers
+    travel back as those of rank 0.
 
     The launches (or, with in_collect, the collects) numbered in losses raise RanksLost, counted from 0; a rebuilt
-    one has empty slots.
+    one has empty slots. Those numbered in faults raise ZeroDivisionError, as a step does that has failed on every rank.
     """
 
     def __init__(self, num_blocks: int, block_size: int, losses: Iterable[int] = (), in_collect: bool = False) -> None:
@@ -27,6 +30,7 @@ class WiredRunner(HistoryRunner):
         self.num_rebuilt = 0
         self._shape = num_blocks, block_size
         self._losses, self._in_collect = set(losses), in_collect
+        self.faults: set[int] = set()
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -36,16 +40,20 @@ class WiredRunner(HistoryRunner):
         if lost and not self._in_collect:
             raise RanksLost("a rank died")
         arrived, _ended = self._decoder.decode(pickle.loads(message))
-        assert [i.seq.token_ids for i in arrived.items] == [i.seq.token_ids for i in plan.items]
-        return super().launch(arrived)
+        assert [_state(i) for i in arrived.items] == [_state(i) for i in plan.items]
+        if len(self.sizes) - 1 in self.faults:
+            raise ZeroDivisionError("in the model")
+        self._there = super().launch(arrived)
+        return awaited(plan)
 
     def collect(self, handle: StepHandle) -> list[int]:
         if len(self.sizes) - 1 in self._losses:
             raise RanksLost("a rank died")
-        return super().collect(handle)
+        answer = to_answer(self._there, super().collect(self._there))
+        return fill(handle, pickle.loads(pickle.dumps(answer)))
 
-    def forget(self, request_id: int) -> None:
-        self._encoder.forget(request_id)
+    def forget(self, seq_id: int) -> None:
+        self._encoder.forget(seq_id)
 
     def loss(self) -> RanksLost | None:
         return None
@@ -56,8 +64,16 @@ class WiredRunner(HistoryRunner):
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
 
 
+def _state(item: ScheduledSequence) -> tuple[object, ...]:
+    """All that a runner reads of a planned sequence."""
+    seq = item.seq
+    drawn = [(one.seq_id, one.index, one.seed, one.num_logprobs) for one in seq.drawn] if item.samples else None
+    unscored = seq.unscored_prompt(item.start, item.start + item.num_tokens)
+    return seq.token_ids, seq.num_prompt_tokens, seq.block_table, seq.params, seq.stop_ids, drawn, unscored
+
+
 def wired_engine(
-    num_blocks: int, block_size: int, losses: Iterable[int] = (), in_collect: bool = False, **settings: int
+    num_blocks: int, block_size: int, losses: Iterable[int] = (), in_collect: bool = False, **settings: Any
 ) -> tuple[LLMEngine, WiredRunner]:
     """A real LLMEngine over a WiredRunner."""
     engine = history_engine(num_blocks, block_size, **settings)
