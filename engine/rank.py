@@ -159,6 +159,7 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
         setup.model_config,
         plan,
         **setup.limits,
+        enforce_eager=setup.config.enforce_eager,
         progress=report,
         tp_rank=setup.rank,
         tp_size=setup.size,
