@@ -92,16 +92,15 @@ def test_each_rank_has_a_card_of_its_own(pair: Pair) -> None:
     assert "cuda:0 to cuda:1" in pair.two.engine.device.reasons[0]
 
 
-@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 8.0)])
+@pytest.mark.parametrize(("how", "within"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 15.0)])
 def test_a_lost_card_process_is_replaced_and_no_token_changes(
     pair: Pair, how: signal.Signals, within: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = pair.two.engine.ranks
     assert ranks is not None
     expected = ids(pair.one.generate(prompts(7), SAMPLED * 4, use_tqdm=False))
-    # Once before: what a card loads when it first meets an operation takes longer than this short patience.
-    assert ids(pair.two.generate(prompts(7), SAMPLED * 4, use_tqdm=False)) == expected
-    monkeypatch.setattr(ranks, "patience", 1.0)
+    # Shorter than usual, but enough for what new processes load when they first meet an operation.
+    monkeypatch.setattr(ranks, "patience", 6.0)
     order = [pair.two.add_request(p, s) for p, s in zip(prompts(7), SAMPLED * 4, strict=True)]
     outputs = {o.request_id: o for _ in range(8) for o in pair.two.step()}
     noticed: list[float] = []
