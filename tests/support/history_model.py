@@ -7,8 +7,11 @@ back through the block tables. One wrong slot, stale block or missed write chang
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
@@ -16,6 +19,7 @@ from engine.llm_engine import LLMEngine
 from engine.loading import EngineParts
 from engine.model_runner import StepHandle
 from engine.outputs import TokenLogprobs
+from engine.sampling_params import BeamSearchParams
 from engine.scheduler import StepPlan
 from models.config import ModelConfig
 
@@ -43,16 +47,53 @@ def likeliest(history: list[int], count: int) -> TokenLogprobs:
     return TokenLogprobs(*best_first[0], best_first)
 
 
-def expected_output(prompt: list[int], max_tokens: int, max_model_len: int, index: int = 0) -> list[int]:
-    """What an engine with room enough must produce, EOS left out."""
+def allowed_token(token: int, stop_ids: Collection[int], num_output: int, min_tokens: int) -> int:
+    """`token`, or while min_tokens forbids it to end the request the next one that does not."""
+    while num_output < min_tokens and token in stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(
+    prompt: list[int],
+    max_tokens: int,
+    max_model_len: int,
+    index: int = 0,
+    stop_ids: Collection[int] = (EOS,),
+    min_tokens: int = 0,
+) -> list[int]:
+    """What an engine with room enough must produce, the token that stops it left out."""
     history, output = list(prompt), []
-    for _ in range(min(max_tokens, max_model_len - len(prompt))):
-        token = fork_token(history, index)
-        if token == EOS:
+    for count in range(min(max_tokens, max_model_len - len(prompt))):
+        token = allowed_token(fork_token(history, index), stop_ids, count, min_tokens)
+        if token in stop_ids:
             break
         output.append(token)
         history.append(token)
     return output
+
+
+def expected_beams(prompt: list[int], params: BeamSearchParams, max_model_len: int) -> list[tuple[list[int], float]]:
+    """Beam search with early_stopping over whole histories: nothing is shared, so nothing can be shared wrongly."""
+    width, length_limit = params.beam_width, min(params.max_tokens, max_model_len - len(prompt))
+    live: list[tuple[list[int], Any]] = [([], np.float32(0))]
+    done: list[tuple[list[int], float]] = []
+    for length in range(1, length_limit + 1):
+        ways = [
+            ([*ids, token], np.float32(logprob) + total)
+            for ids, total in live
+            for token, logprob in likeliest(prompt + ids, 2 * width).top
+        ]
+        ways = sorted(ways, key=lambda way: -way[1])[: 2 * width]
+        ended = [ids[-1] == EOS or length == length_limit for ids, _ in ways]
+        for (ids, total), end in list(zip(ways, ended, strict=True))[:width]:
+            if end:
+                done.append((ids if ids[-1] != EOS else ids[:-1], float(total / np.float32(length))))
+        done = sorted(done, key=lambda beam: -beam[1])[:width]
+        live = [way for way, end in zip(ways, ended, strict=True) if not end][:width]
+        if not live or len(done) == width:
+            break
+    return done
 
 
 class HistoryRunner:
@@ -85,7 +126,8 @@ class HistoryRunner:
                 continue
             for seq in item.seq.drawn:
                 sequences.append(seq)
-                tokens.append(fork_token(history, seq.index))
+                token = fork_token(history, seq.index)
+                tokens.append(allowed_token(token, seq.stop_ids, seq.num_output_tokens, seq.params.min_tokens))
                 if seq.num_logprobs is not None:
                     logprobs[seq] = likeliest(history, seq.num_logprobs)
         return StepHandle(sequences, torch.tensor(tokens, dtype=torch.int64), logprobs=logprobs)
