@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
 
@@ -31,15 +30,14 @@ from hypothesis.stateful import (
 
 from engine.faults import EngineBroken
 from engine.origin import Origin
-from engine.outputs import RequestPriority, StepOutput
-from engine.request_stream import BlockingStream, Submission
+from engine.outputs import RequestPriority
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduler import StepPlan
 from engine.sequence import SequenceStatus
 from engine.tensor_parallel import RanksLost
 from engine.waiting_queue import MAX_OVERTAKEN
-from history_model import EOS, expected_beams, expected_output
 from perilous_runner import perilous_engine
+from request_judge import Judge
 
 MAX_LEN = 48
 CI_STEPS, LONG_STEPS = 20_000, 200_000
@@ -53,27 +51,6 @@ PRIORITIES = st.sampled_from([*RequestPriority, RequestPriority.NORMAL])
 OWNERS = st.integers(1, 3)
 
 
-@dataclass
-class Asked:
-    """A request, what must come of it, and what has come: tokens and finish reason of each continuation."""
-
-    prompt: list[int]
-    params: SamplingParams | BeamSearchParams
-    salt: str
-    wanted: list[list[int]]
-    stream: BlockingStream
-    got: list[list[int]] = field(default_factory=list)
-    deltas: list[list[int]] = field(default_factory=list)
-    ends: dict[int, str] = field(default_factory=dict)
-
-    def read(self) -> None:
-        """What a reader that comes by now gets: the steps since it came last, merged."""
-        while self.stream._unread:
-            delta = next(iter(self.stream))
-            if not isinstance(self.params, BeamSearchParams):
-                self.deltas[delta.index] += delta.token_ids
-
-
 class EngineMachine(RuleBasedStateMachine):
     # Over all machines: engine steps that ran, and how requests ended.
     num_steps: ClassVar[int]
@@ -81,9 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests: dict[int, Asked] = {}
-        self.aborted: set[tuple[int, int]] = set()
-        self.faulty: set[int] = set()  # requests that were guilty or bad for a while
+        self.requests: dict[int, Judge] = {}
 
     @initialize(
         num_blocks=st.integers(2, 8),
@@ -177,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens),
             RequestPriority.NORMAL,
             owner,
-            first.salt,
+            first.origin.cache_salt,
         )
 
     def _add(
@@ -191,29 +166,27 @@ class EngineMachine(RuleBasedStateMachine):
         if len(prompt) > self.pool_tokens and len(prompt) % 4:  # most prompts are to be served
             prompt = prompt[: self.pool_tokens * 3 // 4]
         request = self.engine.add_request(prompt, params, priority, owner=owner, turn=owner, cache_salt=salt)
-        origin = Origin(owner, owner, salt)
-        stream = BlockingStream(Submission(request, prompt, params, priority, origin, 0.0), None, lambda *_: None)
-        wanted: list[list[int]] = [[]]
-        if isinstance(params, SamplingParams):
-            stops = {EOS, *params.stop_token_ids}
-            wanted = [
-                expected_output(prompt, params.max_tokens, MAX_LEN, i, stops, params.min_tokens)
-                for i in range(params.n)
-            ]
-        asked = Asked(prompt, params, salt, wanted, stream)
-        asked.got, asked.deltas = [[] for _ in wanted], [[] for _ in wanted]
-        self.requests[request] = asked
+        self.requests[request] = Judge(
+            request,
+            prompt,
+            params,
+            priority,
+            Origin(owner, owner, salt),
+            pool_tokens=self.pool_tokens,
+            block_size=self.engine.blocks.block_size,
+            max_len=MAX_LEN,
+        )
 
     @precondition(lambda self: self.engine._live)
     @rule(data=st.data(), one=st.booleans())
     def abort(self, data: st.DataObject, one: bool) -> None:
         """A request, or one continuation of it (no other than the first where it has but one), twice."""
         request = data.draw(st.sampled_from(sorted(self.engine._live)))
-        asked = self.requests[request]
-        index = data.draw(st.integers(0, len(asked.wanted) - 1)) if one else None
+        judge = self.requests[request]
+        index = data.draw(st.integers(0, len(judge.wanted) - 1)) if one else None
         for _ in range(2):
             self.engine.abort(request, index=index)
-        self.aborted.update((request, i) for i in range(len(asked.wanted)) if index in (None, i))
+        judge.aborted.update(i for i in range(len(judge.wanted)) if index in (None, i))
 
     @rule(gone=st.integers(1, 40))
     def abort_what_has_ended_or_never_was(self, gone: int) -> None:
@@ -273,11 +246,14 @@ class EngineMachine(RuleBasedStateMachine):
     def a_request_goes_wrong(self, data: st.DataObject, bad: bool) -> None:
         request = data.draw(st.sampled_from(sorted(self.engine._live)))
         (self.runner.bad if bad else self.runner.guilty).add(request)
-        self.faulty.add(request)
+        self.requests[request].excuses.add("not finite" if bad else "a guilty request")
 
     @rule(tokens=st.sampled_from([0, 1, 2, 4, 8]), count=st.integers(1, 4))
     def memory_is_short_for_some_steps(self, tokens: int, count: int) -> None:
         self.runner.memory = tokens
+        if not tokens:
+            for request in self.engine._live:
+                self.requests[request].excuses.add("out of memory")
         for _ in range(count):
             self.step()
         self.runner.memory = None
@@ -309,12 +285,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
         assert self.engine.is_finished(), f"requests hang: {self.engine._live} {self.engine._forks}"
         assert self.engine.blocks.num_active == 0
-        for asked in self.requests.values():
-            asked.read()
-            assert len(asked.ends) == len(asked.wanted) and asked.stream._state.finished
-            if isinstance(asked.params, SamplingParams):
-                assert asked.deltas == asked.got == [o.token_ids for o in asked.stream.output().outputs]
-                assert {o.index: o.finish_reason for o in asked.stream.output().outputs} == asked.ends
+        for judge in self.requests.values():
+            judge.check_all_came()
 
     def step(self) -> None:
         others = any(seq.priority for seq in self.engine._live.values())
@@ -334,45 +306,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert all(item.seq.priority for plan in self.runner.launched for item in plan.items)
         assert all(seq.num_overtaken <= MAX_OVERTAKEN for seq in self.engine.scheduler.waiting)
         for output in outputs:
-            self.take(output)
+            self.requests[output.request_id].take(output)
+            if output.finish_reason:
+                EngineMachine.ended[output.finish_reason] += 1
         shed = {output.request_id for output in outputs if output.error and "out of memory" in output.error}
         assert len(shed) <= (self.runner.memory == 0)
         self.engine.check_integrity()
-
-    def take(self, output: StepOutput) -> None:
-        asked, index = self.requests[output.request_id], output.index
-        assert index not in asked.ends, "an output after the last one"
-        wanted, got = asked.wanted[index], asked.got[index]
-        got += output.new_token_ids[: -1 if output.finish_reason == "stop" and output.new_token_ids else None]
-        if isinstance(asked.params, SamplingParams):
-            assert got == wanted[: len(got)]
-        if output.finish_reason is not None:
-            asked.ends[index] = output.finish_reason
-            EngineMachine.ended[output.finish_reason] += 1
-            assert output.ends_request == (len(asked.ends) == len(asked.wanted))
-            self.check_end(asked, output, got == wanted)
-        asked.stream.put(output)
-
-    def check_end(self, asked: Asked, output: StepOutput, complete: bool) -> None:
-        reason, error = output.finish_reason, output.error or ""
-        room = self.pool_tokens if len(asked.prompt) < MAX_LEN else MAX_LEN - 1
-        if reason == "error" and len(asked.prompt) > room:
-            assert str(len(asked.prompt)) in error and str(room) in error
-        elif reason == "error":
-            assert output.request_id in self.faulty or ("out of memory" in error and self.runner.memory == 0), error
-        elif reason == "abort":
-            assert (output.request_id, output.index) in self.aborted
-        elif isinstance(asked.params, BeamSearchParams):
-            fits = len(asked.prompt) + asked.params.max_tokens + self.engine.blocks.block_size
-            if asked.params.beam_width * fits <= self.pool_tokens:
-                beams = [(b.token_ids, b.score) for b in output.beams or ()]
-                assert beams == expected_beams(asked.prompt, asked.params, MAX_LEN)
-        elif reason == "stop":
-            assert complete
-        else:
-            # All that was asked for, or all that the model's length or the pool can hold.
-            assert reason == "length"
-            assert complete or len(asked.prompt) + len(asked.got[output.index]) >= self.pool_tokens
 
     @contextmanager
     def pins_hold(self) -> Iterator[None]:
