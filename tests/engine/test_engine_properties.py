@@ -36,7 +36,7 @@ from engine.scheduler import StepPlan
 from engine.sequence import SequenceStatus
 from engine.tensor_parallel import RanksLost
 from engine.waiting_queue import MAX_OVERTAKEN
-from perilous_runner import perilous_engine
+from perilous_runner import Corrupted, perilous_engine
 from request_judge import Judge
 
 MAX_LEN = 48
@@ -294,6 +294,8 @@ class EngineMachine(RuleBasedStateMachine):
         with self.pins_hold():
             try:
                 outputs = self.engine.step()
+            except Corrupted as found:
+                raise AssertionError(str(found)) from found
             except KeyboardInterrupt:
                 outputs = []
             except EngineBroken:

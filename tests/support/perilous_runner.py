@@ -17,6 +17,11 @@ from engine.tensor_parallel import RanksLost
 from history_model import HistoryRunner, history_engine
 
 
+class Corrupted(BaseException):
+    """The stand-in found what must not be: no Exception, because the engine would take it for a fault of the step,
+    and a second try may hide it."""
+
+
 class PerilousRunner(HistoryRunner):
     """A HistoryRunner that may fail in each of the ways in which a real one does.
 
@@ -45,6 +50,12 @@ class PerilousRunner(HistoryRunner):
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
 
     def launch(self, plan: StepPlan) -> StepHandle:
+        try:
+            return self._launch(plan)
+        except AssertionError as error:
+            raise Corrupted(str(error)) from error
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
         assert plan.num_tokens == sum(item.num_tokens for item in plan.items)
         assert all(item.num_tokens == 1 for item in plan.items[: plan.num_decodes])
         self.launched.append(plan)
