@@ -1,7 +1,7 @@
 """LLMEngine under everything that may happen to it, in tiny pools, with a model whose next token depends on every
 token that it can see: every request ends exactly once and right, the books balance after every step.
 
-20,000 engine steps in the ordinary run; the long one (about three minutes), which explores anew each time:
+20,000 engine steps in the ordinary run; the long one, ten times as many, takes a minute or two:
 
     python -m pytest -m long tests/engine/test_engine_properties.py -s
 """
