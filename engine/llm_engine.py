@@ -262,8 +262,10 @@ class LLMEngine:
         self._ranks_just_lost = False
         self.scheduler.revert(outcome.postponed)
         for seq, cause in outcome.failed:
-            if not seq.is_finished:  # a beam, whose search has ended with another beam
-                self._finish(seq, "error", cause, outputs)
+            if seq.is_finished:  # a beam, whose search has ended with another beam
+                continue
+            for one in seq.drawn:  # with the continuations that wait for its prompt
+                self._finish(one, "error", cause, outputs)
         prefill = decodes = sampled = 0
         for part, token_ids, handle in outcome.done:
             outputs.extend(self._apply(part, token_ids, handle))

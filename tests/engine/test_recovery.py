@@ -57,6 +57,21 @@ def assert_whole(tokens: dict[int, list[int]], ends: dict[int, StepOutput], ids:
 # -- an exception in a step -------------------------------------------------------------------------------
 
 
+def test_an_exception_for_a_prompt_ends_every_continuation_that_waits_for_it() -> None:
+    engine, runner = faulty_engine()
+    request = engine.add_request(prompt(0), SamplingParams(max_tokens=12, n=3))
+    other = engine.add_request(prompt(1), TOKENS)
+    runner.fault = lambda plan: KeyError("a row that is not there") if holds(request)(plan) else None
+    ends: list[StepOutput] = []
+    for _ in range(20):
+        ends += [output for output in engine.step() if output.finish_reason]
+    assert engine.is_finished(), "continuations wait for a prompt that nobody computes"
+    failed = [(e.index, e.finish_reason, e.ends_request) for e in ends if e.request_id == request]
+    assert failed == [(0, "error", False), (1, "error", False), (2, "error", True)]
+    assert [e.finish_reason for e in ends if e.request_id == other] == ["length"]
+    assert engine.blocks.num_active == 0
+
+
 @pytest.mark.parametrize("half_run", [False, True], ids=["before the step", "after it has written"])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 @pytest.mark.parametrize("culprit", [0, 3, 6])

@@ -7,6 +7,7 @@ back through the block tables. One wrong slot, stale block or missed write chang
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,12 +52,26 @@ def prompt_entries(prompt: list[int], positions: range, count: int) -> list[Toke
     return [likeliest(prompt[: i + 1], count)._replace(token_id=prompt[i + 1]) for i in positions]
 
 
-def expected_output(prompt: list[int], max_tokens: int, max_model_len: int, index: int = 0) -> list[int]:
-    """What an engine with room enough must produce, EOS left out."""
+def allowed_token(token: int, stop_ids: Collection[int], num_output: int, min_tokens: int) -> int:
+    """`token`, or while min_tokens forbids it to end the request the next one that does not."""
+    while num_output < min_tokens and token in stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_output(
+    prompt: list[int],
+    max_tokens: int,
+    max_model_len: int,
+    index: int = 0,
+    stop_ids: Collection[int] = (EOS,),
+    min_tokens: int = 0,
+) -> list[int]:
+    """What an engine with room enough must produce, the token that stops it left out."""
     history, output = list(prompt), []
-    for _ in range(min(max_tokens, max_model_len - len(prompt))):
-        token = fork_token(history, index)
-        if token == EOS:
+    for count in range(min(max_tokens, max_model_len - len(prompt))):
+        token = allowed_token(fork_token(history, index), stop_ids, count, min_tokens)
+        if token in stop_ids:
             break
         output.append(token)
         history.append(token)
@@ -119,7 +134,8 @@ class HistoryRunner:
                 continue
             for seq in item.seq.drawn:
                 sequences.append(seq)
-                tokens.append(fork_token(history, seq.index))
+                token = fork_token(history, seq.index)
+                tokens.append(allowed_token(token, seq.stop_ids, seq.num_output_tokens, seq.params.min_tokens))
                 if seq.num_logprobs is not None:
                     logprobs[seq] = likeliest(history, seq.num_logprobs)
         token_ids = torch.tensor(tokens, dtype=torch.int64)
