@@ -228,6 +228,7 @@ def test_settings_belong_to_a_chat_and_are_kept(server, profile):
 def test_a_wrong_setting_is_refused_by_name_and_the_draft_kept(server, profile, box, value, words):
     page = open_page(profile(), server.url, max_tokens=None)
     page.locator("#settings > button").click()
+    expect(page.locator("#temperature input[type=number]")).to_have_value("0.2")  # the server has filled the form
     page.locator(f"{box} textarea, {box} input").first.fill(value)
     message_box(page).fill("Hello")
     message_box(page).press("Enter")
