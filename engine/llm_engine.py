@@ -69,6 +69,7 @@ class LLMEngine:
         self._live: dict[int, Sequence] = {}  # by request, the one that computes the prompt
         self._forks: dict[int, list[Sequence]] = {}  # by request of several, those that have not ended
         self._pending: list[StepOutput] = []
+        self._ended = False
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -140,9 +141,12 @@ class LLMEngine:
 
         owner and turn are stamped on the blocks it writes, which serve only requests of the same cache_salt (see
         Origin); arrival (time.perf_counter() seconds) starts its TTFT. Raises ValueError as validate() and Origin
-        do. A prompt that cannot be served ends in the next step with finish_reason "error" and both numbers.
+        do, RuntimeError after exit(). A prompt that cannot be served ends in the next step with finish_reason "error"
+        and both numbers.
         """
         origin = Origin(owner, turn, cache_salt)
+        if self._ended:
+            raise RuntimeError("this engine has ended: exit() was called; make a new one")
         params = sampling_params or SamplingParams()
         prompt_ids = self.encode(prompt)
         self.validate(prompt_ids, params, priority)
@@ -291,6 +295,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """End every request and let go of the model; the engine cannot be used afterwards."""
+        self._ended = True
         for request_id in list(self._live):
             self.abort(request_id)
         self.runner.exit()

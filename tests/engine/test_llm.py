@@ -358,3 +358,11 @@ def test_the_stats_count_what_was_done(llm: LLM) -> None:
     assert stats["decode_tokens_per_second"] > 0
     assert (stats["running"], stats["waiting"], stats["kv"]["active"]) == (0, 0, 0)
     assert stats["kv"]["free"] + stats["kv"]["cached"] == stats["kv"]["total"] == 64
+
+
+def test_a_request_after_exit_is_refused_in_words(tiny_llama: Path) -> None:
+    llm = LLM(tiny_llama, num_kvcache_blocks=8)
+    llm.exit()
+    llm.exit()
+    with pytest.raises(RuntimeError, match=r"exit\(\) was called"):
+        llm.generate([1, 2, 3], use_tqdm=False)
