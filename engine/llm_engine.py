@@ -1,8 +1,20 @@
-"""LLMEngine: requests in, step outputs out; plan ► launch ► collect."""
+"""LLMEngine: requests in, step outputs out; plan ► launch ► collect.
+
+Where the runner offers it (decodes as CUDA graphs do), step n + 1 is planned and launched before the tokens of step n
+are collected, so that the device goes from one to the next without waiting for the host:
+
+    host     plan 2  launch 2  | wait for 1, apply 1, report 1 | plan 3  launch 3 | wait for 2 ...
+    device   ........ step 1 ........ | ........ step 2 ........ | ...
+
+A token that is not known yet counts as one (Sequence.num_placeholders), and the device takes its id from where step n
+leaves it. What step n turns out to have ended is in step n + 1 for nothing: its token is dropped, and its blocks can go
+to others at once, because the device does one thing after the other. Steps that need more than that run one at a time.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 
@@ -11,12 +23,14 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.events import EventLog
 from engine.explain import Explanation, explain
+from engine.faults import root_cause
 from engine.loading import EngineParts, Progress, load_parts
 from engine.model_runner import StepHandle
 from engine.noise import fork_seed
 from engine.origin import Origin
 from engine.outputs import RequestPriority, StepOutput, TokenLogprobs
-from engine.recovery import StepExecutor
+from engine.recovery import Flight, StepExecutor
+from engine.request_checks import check_request
 from engine.sampler import BAD_TOKEN
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
@@ -24,6 +38,11 @@ from engine.sequence import Sequence
 from engine.stats import EngineStats
 from engine.step_budget import StepBudget
 from engine.tensor_parallel import RanksLost
+
+logger = logging.getLogger("pageturn.engine")
+
+# After a step that met a fault so many run one at a time, in which faults can be told apart.
+_STEPS_IN_LOCKSTEP = 16
 
 
 class LLMEngine:
@@ -69,6 +88,8 @@ class LLMEngine:
         self._live: dict[int, Sequence] = {}  # by request, the one that computes the prompt
         self._forks: dict[int, list[Sequence]] = {}  # by request of several, those that have not ended
         self._pending: list[StepOutput] = []
+        self._ahead: Flight | None = None  # the next step, launched already
+        self._lockstep = 0  # steps still to run one at a time
         self._ended = False
 
     # -- requests -------------------------------------------------------------------------------------
@@ -79,37 +100,9 @@ class LLMEngine:
         params: SamplingParams | BeamSearchParams,
         priority: int = RequestPriority.NORMAL,
     ) -> None:
-        """Raise ValueError for an empty prompt, an id outside the vocabulary, text stops without a tokenizer, more
-        beams than run at once, or a priority that is none."""
-        if priority not in tuple(RequestPriority):
-            names = ", ".join(f"{p.value} ({p.name})" for p in RequestPriority)
-            raise ValueError(f"priority={priority!r} must be one of {names}")
-        if not isinstance(params, (SamplingParams, BeamSearchParams)):
-            raise ValueError(f"sampling_params={params!r} must be a SamplingParams or BeamSearchParams")
-        if not prompt_ids:
-            raise ValueError("prompt has 0 tokens; at least 1 is needed")
-        size = self.model_config.vocab_size
-        if not all(isinstance(i, int) for i in prompt_ids):
-            wrong = next(i for i in prompt_ids if not isinstance(i, int))
-            raise ValueError(f"prompt holds {wrong!r}; token ids must be integers from 0 to {size - 1}")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= size:
-            wrong = next(i for i in prompt_ids if not 0 <= i < size)
-            raise ValueError(f"prompt holds token id {wrong}; ids of this model go from 0 to {size - 1}")
-        if isinstance(params, BeamSearchParams):
-            if params.beam_width > self.scheduler.max_num_seqs:
-                raise ValueError(
-                    f"beam_width={params.beam_width} is above max_num_seqs={self.scheduler.max_num_seqs}, and the "
-                    "beams of a search run together; ask for fewer, or start the engine with more"
-                )
-            if max(2, 1 + len(self.model_config.eos_token_ids)) * params.beam_width > size:
-                raise ValueError(f"beam_width={params.beam_width} is too many for a vocabulary of {size} tokens")
-            return
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token in ids:
-                if token >= size:
-                    raise ValueError(f"{name} holds {token}; ids of this model go from 0 to {size - 1}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model's folder has none; use stop_token_ids")
+        """Raise ValueError as request_checks.check_request()."""
+        limits = self.scheduler.max_num_seqs, self.model_config, self.tokenizer is not None
+        check_request(prompt_ids, params, priority, *limits)
 
     def new_request_id(self) -> int:
         """A request id not used before in this engine; may be called from any thread."""
@@ -233,25 +226,23 @@ class LLMEngine:
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for each request that it touched."""
         outputs, self._pending = self._pending, []
-        if not self.scheduler.has_work():
-            return outputs
         started = time.perf_counter()
-        plan = self.scheduler.plan()
-        for seq in plan.finished:
-            self._finish(seq, "length", None, outputs)
+        flight, self._ahead = self._ahead, None
+        if flight is not None and all(item.is_stale for item in flight.plan.items):
+            self.executor.drop(flight)
+            flight = None
+        if flight is None and not self.scheduler.has_work():
+            return outputs
+        plan = flight.plan if flight is not None else self._plan(outputs)
         if not plan.items:
             return outputs
-        self._note_first_schedule(plan, started)
-        if self.blocks.doubtful_in_use:
-            self.runner.scrub(self.blocks.doubtful_in_use)
-            self.blocks.doubtful_in_use.clear()
         try:
-            if self.blocks.pending_copies:
-                self.runner.copy_blocks(self.blocks.pending_copies)
-                self.blocks.pending_copies.clear()
-            outcome = self.executor.run(plan)
+            if flight is None:
+                self._note_first_schedule(plan)
+                self._prepare_blocks()
+            outcome = self.executor.run(plan, flight, self._launch_ahead)
         except RanksLost as loss:
-            self.scheduler.revert(plan.items)
+            self._take_back(plan)
             self._pending = outputs + self._pending
             if self._ranks_just_lost:
                 raise  # twice, and no step done in between: the cause lies in what is computed
@@ -260,9 +251,13 @@ class LLMEngine:
             return []
         except BaseException:
             # Ctrl-C lands here: the same tokens are planned again, and what ended meanwhile is still to be told.
-            self.scheduler.revert(plan.items)
+            self._take_back(plan)
             self._pending = outputs + self._pending
             raise
+        self._lockstep = max(self._lockstep - 1, 0)
+        if not outcome.calm:
+            self._lockstep = _STEPS_IN_LOCKSTEP
+            self._take_back(StepPlan())
         self._ranks_just_lost = False
         self.scheduler.revert(outcome.postponed)
         for seq, cause in outcome.failed:
@@ -296,6 +291,7 @@ class LLMEngine:
     def exit(self) -> None:
         """End every request and let go of the model; the engine cannot be used afterwards."""
         self._ended = True
+        self._take_back(StepPlan())
         for request_id in list(self._live):
             self.abort(request_id)
         self.runner.exit()
@@ -324,7 +320,52 @@ class LLMEngine:
         self.blocks.clear_cache(pinned_too=True)
         self.ranks.rebuild(loss, self._progress)
 
-    def _note_first_schedule(self, plan: StepPlan, now: float) -> None:
+    def _plan(self, outputs: list[StepOutput]) -> StepPlan:
+        plan = self.scheduler.plan()
+        for seq in plan.finished:
+            self._finish(seq, "length", None, outputs)
+        return plan
+
+    def _launch_ahead(self) -> None:
+        """While a step runs: plan the next one and launch it behind that, where both can be done already."""
+        if not self.runner.leads or self._lockstep or not self.executor.is_calm:
+            return
+        if not (self.scheduler.has_work() and self.scheduler.can_plan_ahead()):
+            return
+        plan = self._plan(self._pending)
+        try:
+            if plan.items and self.runner.can_follow(plan):
+                self._note_first_schedule(plan)
+                self._prepare_blocks()
+                self._ahead = self.executor.begin(plan)
+        except RanksLost:
+            raise
+        except Exception as error:
+            logger.warning("a step could not be launched ahead, and is planned again: %s", root_cause(error))
+            self._lockstep = _STEPS_IN_LOCKSTEP
+        finally:
+            if self._ahead is None:
+                self.scheduler.revert(plan.items)
+
+    def _take_back(self, plan: StepPlan) -> None:
+        """Undo a plan that did not run, and the one that was launched ahead."""
+        flight, self._ahead = self._ahead, None
+        if flight is not None:
+            self.executor.drop(flight)
+            self.scheduler.revert(flight.plan.items)
+        self.scheduler.revert(plan.items)
+
+    def _prepare_blocks(self) -> None:
+        """What the planning left to be done in the pool before the plan's step writes there."""
+        if self.blocks.doubtful_in_use:
+            self.runner.scrub(self.blocks.doubtful_in_use)
+            self.blocks.doubtful_in_use.clear()
+        if self.blocks.pending_copies:
+            self.runner.copy_blocks(self.blocks.pending_copies)
+            self.blocks.pending_copies.clear()
+
+    def _note_first_schedule(self, plan: StepPlan) -> None:
+        now = time.perf_counter()
         for item in plan.items:
             seq = item.seq
             if not seq.metrics.first_scheduled:
@@ -341,11 +382,11 @@ class LLMEngine:
             seq.prompt_logprobs.extend(logprobs)
         for item in plan.items:
             seq = item.seq
-            if seq.is_finished:  # a beam, whose search has ended with another beam of this step
+            if item.is_stale:  # ended meanwhile, by a stop, an abort or another beam of its search; or preempted
                 if item.samples:
                     next(sampled)
                 continue
-            seq.num_computed_tokens = seq.num_planned_tokens
+            seq.num_computed_tokens = item.start + item.num_tokens
             if not item.samples:
                 self.blocks.index_full_blocks(seq)
                 outputs.append(self._output(seq, []))

@@ -30,7 +30,15 @@ Progress = Callable[[str, float], None]
 
 
 class Runner(Protocol):
-    """What LLMEngine asks of a ModelRunner. One that runs on ranks may raise RanksLost from launch and collect."""
+    """What LLMEngine asks of a ModelRunner. One that runs on ranks may raise RanksLost from launch and collect.
+
+    leads: what it has launched last leaves its tokens where a step launched behind it, before they are collected, may
+    find them; can_follow() says whether that can be the step of this plan.
+    """
+
+    @property
+    def leads(self) -> bool: ...
+    def can_follow(self, plan: StepPlan) -> bool: ...
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
     def collect(self, handle: StepHandle) -> list[int]: ...

@@ -149,6 +149,11 @@ class ModelRunner:
         handle.prompt_scores = prompt_scores
         return handle
 
+    leads = False
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        return False
+
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
         were not finite. On a rank other than 0 there are none."""

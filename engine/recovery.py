@@ -10,6 +10,8 @@ it writes the same keys and values to the same slots, and noise is keyed by seed
     anything else                     split; a sequence that fails alone, twice, is given up
     ... in every part of the split    EngineBroken: it is not the sequences
 
+A step that was launched behind another one is not split: its tokens are planned again, and its faults met then.
+
 Every fault that is not an Exception (KeyboardInterrupt, SystemExit) passes through.
 """
 
@@ -19,7 +21,7 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -54,11 +56,22 @@ class StepOutcome:
     done       the parts that ran, each with the sampled ids and the collected handle
     failed     sequences to end, each with its cause
     postponed  planned, but not run: to be planned again
+    calm       nothing went wrong
     """
 
     done: list[tuple[StepPlan, list[int], StepHandle]] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
     postponed: list[ScheduledSequence] = field(default_factory=list)
+    calm: bool = False
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched, by StepExecutor.begin(); began: then, time.perf_counter() seconds."""
+
+    plan: StepPlan
+    handle: StepHandle
+    began: float
 
 
 @dataclass(slots=True)
@@ -71,7 +84,7 @@ class StepExecutor:
     """The one caller of runner.launch and runner.collect. Others may read its figures from any thread.
 
     launches          launches begun, over all steps
-    tokens_in_flight  tokens of the launch that runs now, 0 between launches
+    tokens_in_flight  tokens of the launches that run now, 0 between launches
     longest           (seconds, tokens) of the launch that took longest so far
     """
 
@@ -84,9 +97,37 @@ class StepExecutor:
         self._good_steps = 0
         self._barren_steps = 0
         self._caches_freed = False  # in this step
+        self._last_end = 0.0  # of a launch
 
-    def run(self, plan: StepPlan) -> StepOutcome:
-        """Run every item of the plan that can be run. Raises EngineBroken or DeviceLost where none can."""
+    def begin(self, plan: StepPlan) -> Flight:
+        """Launch the plan; run() or drop() is to follow."""
+        began = time.perf_counter()
+        self.launches += 1
+        self.tokens_in_flight += plan.num_tokens
+        try:
+            return Flight(plan, self._runner.launch(plan), began)
+        except BaseException:
+            self._end(plan, broken=True)
+            raise
+
+    def drop(self, flight: Flight) -> None:
+        """Leave a launched step uncollected: what it samples is not wanted."""
+        self._end(flight.plan)
+
+    @property
+    def is_calm(self) -> bool:
+        """No fault of the last steps is still being dealt with."""
+        return self._max_tokens is None and not self._barren_steps
+
+    def run(
+        self, plan: StepPlan, flight: Flight | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> StepOutcome:
+        """Run every item of the plan that can be run. Raises EngineBroken or DeviceLost where none can.
+
+        flight: the plan has been launched. meanwhile: called once while all of the plan runs.
+        """
+        if flight is not None:
+            return self._land(flight, meanwhile)
         outcome = StepOutcome()
         starved: list[ScheduledSequence] = []
         parts, first, futile = deque([_Part(plan)]), None, 0
@@ -97,9 +138,9 @@ class StepExecutor:
                 smaller = _parts_within(part.plan, self._max_tokens, outcome.postponed)
                 parts.extendleft(reversed([_Part(p) for p in smaller]))
                 continue
-            try:
-                outcome.done.append((part.plan, *self._launch(part.plan)))
-            except Exception as error:
+            whole = part.plan is plan and not part.alone_before
+            error = self._try(part.plan, meanwhile if whole else None, outcome)
+            if error is not None:
                 if first is None:
                     logger.warning("a step of %d sequences failed: %s", len(plan.items), root_cause(error))
                 first = first or error
@@ -111,6 +152,7 @@ class StepExecutor:
                     while parts:
                         starved.extend(parts.popleft().plan.items)
         if first is None:
+            outcome.calm = True
             self._note_good_step()
             return outcome
         if outcome.done:
@@ -127,25 +169,55 @@ class StepExecutor:
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _launch(self, plan: StepPlan) -> tuple[list[int], StepHandle]:
-        began = time.perf_counter()
-        self.launches += 1
-        self.tokens_in_flight = plan.num_tokens
+    def _try(self, plan: StepPlan, meanwhile: Callable[[], None] | None, outcome: StepOutcome) -> Exception | None:
+        """Run a part; returns what it failed with."""
         try:
-            handle = self._runner.launch(plan)
-            token_ids = self._runner.collect(handle)
+            flight = self.begin(plan)
+        except Exception as error:
+            return error
+        return self._collect(flight, meanwhile, outcome)
+
+    def _land(self, flight: Flight, meanwhile: Callable[[], None] | None) -> StepOutcome:
+        outcome = StepOutcome()
+        error = self._collect(flight, meanwhile, outcome)
+        if error is None:
+            outcome.calm = True
+            self._note_good_step()
+        else:
+            self._check_device(error)
+            logger.warning("a step launched ahead failed, and is planned again: %s", root_cause(error))
+            outcome.postponed.extend(flight.plan.items)
+        return outcome
+
+    def _collect(self, flight: Flight, meanwhile: Callable[[], None] | None, outcome: StepOutcome) -> Exception | None:
+        try:
+            if meanwhile is not None:
+                meanwhile()
         except BaseException:
+            self.drop(flight)
+            raise
+        try:
+            token_ids = self._runner.collect(flight.handle)
+        except BaseException as error:
+            self._end(flight.plan, broken=True)
+            if isinstance(error, Exception):
+                return error
+            raise
+        self._end(flight.plan)
+        now = time.perf_counter()
+        seconds, self._last_end = now - max(flight.began, self._last_end), now
+        if seconds > self.longest[0]:
+            self.longest = (seconds, flight.plan.num_tokens)
+        outcome.done.append((flight.plan, token_ids, flight.handle))
+        return None
+
+    def _end(self, plan: StepPlan, *, broken: bool = False) -> None:
+        self.tokens_in_flight -= plan.num_tokens
+        if broken:
             # What a step that broke off has left in the runner may be half written: it is built anew.
             for item in plan.items:
                 for seq in item.seq.drawn:
                     self._runner.forget(seq.seq_id)
-            raise
-        finally:
-            self.tokens_in_flight = 0
-        seconds = time.perf_counter() - began
-        if seconds > self.longest[0]:
-            self.longest = (seconds, plan.num_tokens)
-        return token_ids, handle
 
     def _note_good_step(self) -> None:
         self._barren_steps = 0

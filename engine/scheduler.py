@@ -8,6 +8,8 @@ stay findable) and it is computed again later, from whatever of them is still ca
 
 BACKGROUND requests run only while there is no other. When one arrives, they are out of the very next step; they keep
 their blocks while they wait, and are the first to lose them when blocks are needed.
+
+A plan may be made while the step before it runs (see LLMEngine): what that step samples then counts as a token already.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool
+    life: int = 0  # the sequence's when it was planned
+
+    @property
+    def is_stale(self) -> bool:
+        """The sequence has ended or was preempted since: what this computes is nobody's."""
+        return self.seq.is_finished or self.seq.life != self.life
 
 
 @dataclass(slots=True)
@@ -82,7 +90,7 @@ class Scheduler:
         # A lowered budget bounds the prompt tokens, never the decodes.
         budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
         budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
-        prefills = [s for s in self._active() if s.num_uncomputed_tokens and not self._is_planned(s)]
+        prefills = [s for s in self._unplanned() if s.num_uncomputed_tokens]
         prefills.sort(key=by_rank)
         # A prompt begun goes on before those that came later, but not before more urgent ones.
         budget = self._admit_waiting(plan, budget, before=prefills[0] if prefills else None)
@@ -93,10 +101,17 @@ class Scheduler:
         self._admit_waiting(plan, budget)
         return plan
 
+    def can_plan_ahead(self) -> bool:
+        """Whether the next step can be planned before the tokens of the one that runs are known: nobody has to be
+        preempted for it or paused, and nobody waits for more than a token of its own."""
+        if self.blocks.num_available < len(self.running):
+            return False
+        return not any(_is_background(seq) or seq.forks or seq.is_scored for seq in self.running)
+
     def revert(self, items: list[ScheduledSequence]) -> None:
         """Undo what was planned but did not happen: these tokens are to be computed yet. Blocks stay allocated."""
         for item in items:
-            if not item.seq.is_finished:
+            if not item.is_stale:
                 item.seq.num_planned_tokens -= item.num_tokens
                 item.seq.num_placeholders -= item.samples
 
@@ -147,6 +162,10 @@ class Scheduler:
         """The running sequences that take part in steps now."""
         return [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
+    def _unplanned(self) -> list[Sequence]:
+        """Those of them that are not in the plan being made, and have a token to compute after what is in flight."""
+        return [s for s in self._active() if s.last_plan != self.num_steps and not s.awaits_last_token]
+
     def _pause_or_resume_background(self) -> None:
         background = [seq for seq in self.running if _is_background(seq)]
         # BACKGROUND ranks last, so the queue's head tells whether anything else waits.
@@ -156,7 +175,7 @@ class Scheduler:
             seq.status = SequenceStatus.PAUSED if self._foreground else SequenceStatus.RUNNING
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        decodes = [seq for seq in self._active() if seq.is_decode]
+        decodes = [seq for seq in self._unplanned() if seq.is_decode]
         for seq in decodes:
             # An earlier turn of this loop may have preempted or ended it.
             if seq.status is SequenceStatus.RUNNING and self._make_room(plan, seq):
@@ -264,6 +283,8 @@ class Scheduler:
                 continue
             self.running.remove(member)
             self._unplan(plan, member)
+            member.num_placeholders = 0
+            member.life += 1
             self.blocks.events.add("preempt", member.owner, member.request_id, len(member.block_table))
             self.blocks.release(member)
             member.status = SequenceStatus.UNBORN if member.beam else SequenceStatus.WAITING
@@ -282,15 +303,13 @@ class Scheduler:
                 seq.num_placeholders -= item.samples
                 return
 
-    def _is_planned(self, seq: Sequence) -> bool:
-        return seq.num_placeholders > 0
-
     def _schedule(self, plan: StepPlan, seq: Sequence, budget: int) -> int:
         start = seq.num_planned_tokens
         count = min(seq.num_uncomputed_tokens, budget)
         samples = count == seq.num_uncomputed_tokens
-        plan.items.append(ScheduledSequence(seq, start, count, samples))
+        plan.items.append(ScheduledSequence(seq, start, count, samples, seq.life))
         plan.num_tokens += count
+        seq.last_plan = self.num_steps
         seq.num_planned_tokens += count
         seq.num_placeholders += samples
         return count

@@ -31,8 +31,10 @@ class Sequence:
     block_hashes          chained hashes of the full blocks of token_ids, extended as they are needed
     may_write_to_shared   since a fork it has not been made sure of that its next token goes to a block of its own
     num_computed_tokens   tokens whose keys and values stand in the cache
-    num_planned_tokens    the same once the step in flight is done (equal to it between steps)
-    num_placeholders      tokens that a step in flight will sample: counted, not yet known
+    num_planned_tokens    the same once the steps in flight are done (equal to it while there are none)
+    num_placeholders      tokens that steps in flight will sample: counted, not yet known
+    last_plan             the scheduler's number of the last plan that it is in
+    life                  counts preemptions: what was planned in an earlier life counts for nothing
     rank, num_overtaken   its place in the waiting queue, see WaitingQueue
     num_resident_hint     leading blocks that were resident when BlockManager.resident_prefix() last looked
     owner, turn, salt     stamped on the blocks it writes: whose they are, which turn of it, whom they may serve
@@ -55,6 +57,8 @@ class Sequence:
         "finish_reason",
         "forks",
         "index",
+        "last_plan",
+        "life",
         "max_tokens",
         "may_write_to_shared",
         "metrics",
@@ -122,6 +126,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_planned_tokens = 0
         self.num_placeholders = 0
+        self.last_plan = -1
+        self.life = 0
         self.num_cached_tokens = 0
         self.num_resident_hint = 0
         self.num_overtaken = 0
@@ -150,6 +156,16 @@ class Sequence:
     @property
     def is_decode(self) -> bool:
         return self.num_uncomputed_tokens == 1 and self.num_planned_tokens >= self.num_prompt_tokens
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """A step in flight samples the last token that it may have."""
+        return self.num_placeholders > 0 and self.num_tokens - self.num_prompt_tokens >= self.max_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Log-probabilities of its tokens are wanted, by whoever asked or by its beam search."""
+        return self.num_logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:

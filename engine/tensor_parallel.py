@@ -110,6 +110,11 @@ class TensorParallelRunner:
         """Drop what the ranks keep for a sequence that has ended."""
         self._encoder.forget(seq_id)
 
+    leads = False  # the ranks are told every token with the plan that needs it
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        return False
+
     def check_device(self) -> None:
         """A no-op: a rank whose device is lost says so with its answer, which is RanksLost."""
 

@@ -54,6 +54,7 @@ OWNERS = st.integers(1, 3)
 class EngineMachine(RuleBasedStateMachine):
     # Over all machines: engine steps that ran, and how requests ended.
     num_steps: ClassVar[int]
+    num_ahead: ClassVar[int]  # of them launched behind another one
     ended: ClassVar[Counter[str]]
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(4, 24),
         max_num_seqs=st.integers(1, 4),
         caching=st.sampled_from([True, True, True, False]),
-        wired=st.booleans(),
+        kind=st.sampled_from(["plain", "wired", "ahead", "ahead"]),
         pace=st.integers(0, 12),
         crowd=st.integers(0, 2**16),
     )
@@ -77,21 +78,24 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         max_num_seqs: int,
         caching: bool,
-        wired: bool,
+        kind: str,
         pace: int,
         crowd: int,
     ) -> None:
-        """pace: engine steps between one thing that happens and the next, while a crowd, which is the seed of its
+        """kind: "ahead", the runner lets a step be launched behind the one that runs; "wired", see PerilousRunner.
+
+        pace: engine steps between one thing that happens and the next, while a crowd, which is the seed of its
         requests, keeps the engine at work."""
         self.engine, self.runner = perilous_engine(
             num_blocks,
             block_size,
-            wired=wired,
+            wired=kind == "wired",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             enable_prefix_caching=caching,
         )
+        self.runner.leads = kind == "ahead"
         self.pool_tokens = num_blocks * block_size
         self.pace, self.crowd = pace, Random(crowd)
 
@@ -303,6 +307,7 @@ class EngineMachine(RuleBasedStateMachine):
                 outputs = []
             else:
                 EngineMachine.num_steps += bool(self.runner.launched)
+                EngineMachine.num_ahead += self.engine._ahead is not None
         if others:  # then BACKGROUND requests are in no step
             assert all(item.seq.priority for plan in self.runner.launched for item in plan.items)
         assert all(seq.num_overtaken <= MAX_OVERTAKEN for seq in self.engine.scheduler.waiting)
@@ -337,7 +342,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 def run_machine(num_steps: int, examples_a_round: int) -> str:
     """Run rounds of machines, each explored anew, until as many engine steps have run; says what they were."""
-    EngineMachine.num_steps, EngineMachine.ended, began = 0, Counter(), time.monotonic()
+    EngineMachine.num_steps = EngineMachine.num_ahead = 0
+    EngineMachine.ended, began = Counter(), time.monotonic()
     for _ in range(40):
         if EngineMachine.num_steps >= num_steps:
             break
@@ -353,7 +359,9 @@ def run_machine(num_steps: int, examples_a_round: int) -> str:
         )
     seconds = time.monotonic() - began
     ends = ", ".join(f"{count:,} {reason}" for reason, count in EngineMachine.ended.most_common())
-    return f"{EngineMachine.num_steps:,} engine steps in {seconds:.0f} s; ends: {ends}"
+    assert EngineMachine.num_ahead > EngineMachine.num_steps // 20, "hardly a step was launched ahead"
+    ahead = f"{EngineMachine.num_ahead:,} of them launched ahead"
+    return f"{EngineMachine.num_steps:,} engine steps in {seconds:.0f} s, {ahead}; ends: {ends}"
 
 
 @pytest.fixture(autouse=True)

@@ -424,15 +424,18 @@ async def test_a_request_in_the_moment_of_death_is_never_left_hanging(engine: En
     """Submissions race the dying thread: each is refused or ends with the cause."""
     bench.break_down(RuntimeError("gone"))
     streams, refused = [], 0
-    for i in range(200):
-        try:
-            streams.append(engine.submit([i % 90], tokens(5)))
-        except EngineDead:
-            refused += 1
+    async with asyncio.timeout(5):
+        while refused < 50:
+            try:
+                streams.append(engine.submit([len(streams) % 90], tokens(5)))
+            except EngineDead:
+                refused += 1
+            except QueueFull:  # it dies slowly on a busy machine
+                pass
             await asyncio.sleep(0)
     for deltas in await asyncio.wait_for(asyncio.gather(*(read(s) for s in streams)), 2):
         assert deltas[-1].error == "RuntimeError: gone"
-    assert refused > 0 and streams
+    assert streams
 
 
 async def test_books_that_do_not_balance_stop_the_engine(

@@ -21,6 +21,7 @@ from engine.model_runner import StepHandle
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import BeamSearchParams
 from engine.scheduler import StepPlan
+from engine.sequence import Sequence
 from models.config import ModelConfig
 
 VOCAB = 97
@@ -102,11 +103,26 @@ def expected_beams(prompt: list[int], params: BeamSearchParams, max_model_len: i
 
 
 class HistoryRunner:
-    """Runs plans against a pool of slots; implements what LLMEngine asks of a runner."""
+    """Runs plans against a pool of slots; implements what LLMEngine asks of a runner.
+
+    leads: a launch may follow the last one, uncollected, and then finds the tokens that are not known by itself.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.leads = False
+        self._drawn: dict[int, tuple[int, int]] = {}  # by sequence: position and token, of the last launch
         self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+
+    def can_follow(self, plan: StepPlan) -> bool:
+        """As graphs do, it draws one token for each sequence, and reports nothing else of it."""
+        for item in plan.items:
+            seq, end = item.seq, item.start + item.num_tokens
+            if seq.is_scored or (item.samples and len(seq.drawn) > 1):
+                return False
+            if end > len(seq.token_ids) and self._drawn.get(seq.seq_id, (-1, 0))[0] != end - 1:
+                return False
+        return True
 
     def launch(self, plan: StepPlan) -> StepHandle:
         assert all(item.num_tokens >= 1 for item in plan.items), "a sequence was planned with nothing to compute"
@@ -114,12 +130,12 @@ class HistoryRunner:
         for item in plan.items:
             for position in range(item.start, item.start + item.num_tokens):
                 slot = self._slot(item.seq.block_table, position)
-                entry = (item.seq.token_ids[position], position)
+                entry = (self._token(item.seq, position), position)
                 assert writes.get(slot, entry) == entry, f"two tokens of one step go to slot {slot}"
                 writes[slot] = entry
         for slot, entry in writes.items():
             self.slots[slot] = entry
-        tokens, sequences, logprobs, prompt_logprobs = [], [], {}, []
+        tokens, sequences, logprobs, prompt_logprobs, drawn = [], [], {}, [], {}
         for item in plan.items:
             history = []
             for position in range(item.start + item.num_tokens):
@@ -135,9 +151,12 @@ class HistoryRunner:
             for seq in item.seq.drawn:
                 sequences.append(seq)
                 token = fork_token(history, seq.index)
-                tokens.append(allowed_token(token, seq.stop_ids, seq.num_output_tokens, seq.params.min_tokens))
+                num_output = len(history) - seq.num_prompt_tokens
+                tokens.append(allowed_token(token, seq.stop_ids, num_output, seq.params.min_tokens))
+                drawn[seq.seq_id] = (len(history), tokens[-1])
                 if seq.num_logprobs is not None:
                     logprobs[seq] = likeliest(history, seq.num_logprobs)
+        self._drawn = drawn
         token_ids = torch.tensor(tokens, dtype=torch.int64)
         return StepHandle(sequences, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
@@ -166,6 +185,13 @@ class HistoryRunner:
 
     def exit(self) -> None:
         pass
+
+    def _token(self, seq: Sequence, position: int) -> int:
+        if position < len(seq.token_ids):
+            return seq.token_ids[position]
+        where, token = self._drawn[seq.seq_id]
+        assert where == position, f"{seq} is to read its token {position}, and the last launch drew its token {where}"
+        return token
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
