@@ -28,7 +28,7 @@ from engine.outputs import RequestPriority
 from engine.request_stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.scheduler import StepPlan
-from history_model import EOS, expected_output, history_engine
+from history_model import EOS, HistoryRunner, expected_output, history_engine
 
 BLOCKS, BLOCK_SIZE, MAX_LEN = 48, 4, 64
 # A request ends with about 7 blocks, and a client always has one: a third of these fill the pool.
@@ -76,11 +76,19 @@ class Soak:
         self.heads = [[self.random.randrange(96) for _ in range(24)] for _ in range(6)]
 
     async def run(self, seconds: float) -> None:
-        """Waves of clients, each to its drain, at which the books must balance."""
+        """Waves of clients, each to its drain, at which the books must balance; in every second one steps are launched
+        ahead."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            self.runner.leads = not self.runner.leads
             await asyncio.gather(*(self.client(end) for _ in range(CLIENTS)))
             await self.drained()
+
+    @property
+    def runner(self) -> HistoryRunner:
+        inner = self.engine._engine
+        assert inner is not None and isinstance(inner.runner, HistoryRunner)
+        return inner.runner
 
     async def client(self, end: float) -> None:
         for _ in range(self.random.randint(3, 12)):
