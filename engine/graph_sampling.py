@@ -18,6 +18,7 @@ from engine.sequence import Sequence
 from models.kernels.row_settings import MAX_BIASES, MAX_COUNT, WORDS, RowSettings, count_tokens, pack
 
 _ALWAYS = np.iinfo(np.int32).max
+_NEVER = np.iinfo(np.int64).max
 
 
 class GraphSampling:
@@ -29,7 +30,7 @@ class GraphSampling:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.settings = RowSettings.zeros(num_rows + 1, vocab_size, device)
         self._vocab_size = vocab_size
-        self._is_drawn = np.zeros(num_rows, np.bool_)
+        self._drawn_from = np.zeros(num_rows, np.int64)  # the position from which on the captured draw does
         self._is_penalized = np.zeros(num_rows, np.bool_)
         self._next_position = np.zeros(num_rows, np.int64)  # that the counts of a penalized row are right for
 
@@ -37,11 +38,18 @@ class GraphSampling:
         """From here on the row is this sequence's."""
         params, settings = seq.params, self.settings
         biases = [(token, value, _ALWAYS) for token, value in (params.logit_bias or {}).items()]
-        if params.min_tokens:
-            first_free = seq.num_prompt_tokens + params.min_tokens
-            biases += [(token, -np.inf, first_free) for token in seq.stop_ids]
-        fits = len(biases) <= MAX_BIASES and not (params.has_penalties and seq.max_tokens > MAX_COUNT)
-        self._is_drawn[index] = fits and seq.num_logprobs is None
+        first_free = seq.num_prompt_tokens + params.min_tokens
+        banned = [(token, -np.inf, first_free) for token in seq.stop_ids] if params.min_tokens else []
+        drawn_from = 0
+        if len(biases) + len(banned) <= MAX_BIASES:
+            biases += banned
+        else:
+            drawn_from = first_free
+        if seq.num_logprobs is not None or (params.has_penalties and seq.max_tokens > MAX_COUNT):
+            drawn_from = _NEVER
+        if len(biases) > MAX_BIASES:
+            drawn_from, biases = _NEVER, []
+        self._drawn_from[index] = drawn_from
         self._is_penalized[index] = params.has_penalties
         self._next_position[index] = -1
         words = np.zeros(WORDS, np.int64)
@@ -51,13 +59,13 @@ class GraphSampling:
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
-            num_biases=len(biases) if fits else 0,
+            num_biases=len(biases),
             penalized=params.has_penalties,
             num_prompt_tokens=seq.num_prompt_tokens,
             **draw_settings(params, self._vocab_size),
         )
         _send(settings.words[index], words)
-        if biases and fits:
+        if biases:
             assert settings.bias_ids is not None and settings.bias_values is not None
             assert settings.bias_until is not None
             ids, values, until = zip(*biases, strict=True)
@@ -73,7 +81,7 @@ class GraphSampling:
         for i in behind.nonzero()[0].tolist():
             self._send_counts(int(index[i]), items[i].seq, int(positions[i]) - 1)
         self._next_position[index] = positions + 1
-        return bool(self._is_drawn[index].all())
+        return bool((self._drawn_from[index] <= positions).all())
 
     def _send_counts(self, index: int, seq: Sequence, num_tokens: int) -> None:
         """Count the first num_tokens tokens of the sequence, of which the prompt is always known."""
