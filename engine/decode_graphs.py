@@ -67,8 +67,8 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """A replayed step of R rows: logits float32 [R, V], on the device until the next launch; token_ids int64 [R], in
-    host memory once `done` has happened, or None where the rows need more than the graph's draw."""
+    """A replayed step of R rows: logits [R, V], on the device until the next launch; token_ids int64 [R], in host memory once
+    `done` has happened, or None where the rows need more than the graph's draw: the logits are float32 then."""
 
     logits: Tensor
     token_ids: Tensor | None
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._recorder = recorder
         self._used_before = recorder.used_bytes()
         most = sizes[-1]
-        self._logits = torch.zeros(most, sampler.vocab_size, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(most, sampler.vocab_size, dtype=model.lm_head.out_dtype, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(most, device=device)
@@ -147,12 +147,14 @@ class DecodeGraphs:
         done.synchronize()  # the step before last, whose buffers these are
         is_drawn = self._inputs.send(items, size, turn)
         self._replays[size]()
-        token_ids = None
-        if is_drawn:
+        logits, token_ids = self._logits[:count], None
+        if not is_drawn:
+            logits = logits.float()
+        else:
             token_ids = self._results[turn][:count]
             token_ids.copy_(self._tokens[:count], non_blocking=True)
         done.record()
-        return DecodeStep(self._logits[:count], token_ids, done)
+        return DecodeStep(logits, token_ids, done)
 
     def _step(self, size: int, x: DecodeBuffers) -> None:
         """What is recorded."""
@@ -174,7 +176,9 @@ class DecodeGraphs:
             context_lens_tensor=x.context_lens,
         )
         logits = self._model.compute_logits(self._model(batch), out=self._logits[:size])
-        self._sampler.draw(logits, x.temperature, x.streams, x.drawn_positions, out=self._tokens[:size])
+        self._sampler.draw(
+            logits, self._inputs.settings, x.table_rows, x.drawn_positions, x.input_ids, out=self._tokens[:size]
+        )
 
 
 def why_eager(enforce_eager: bool, device: DevicePlan, model: Any, sampler: Sampler, tp_size: int) -> str | None:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from engine.block_tables import BlockTables, TableRow
-from engine.noise import mix64
+from engine.graph_sampling import GraphSampling
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
 
-# The columns of a step's buffer, each of as many 64-bit words as there are rows; the last three hold 32-bit values.
-_IDS, _POSITIONS, _SLOTS, _STREAMS, _DRAWN, _TABLE_ROWS, _ENTRIES, _CONTEXTS, _BLOCKS, _TEMPERATURES = range(10)
-_COLUMNS = 10
-_NEVER = np.iinfo(np.int64).max
+# The columns of a step's buffer, each of as many 64-bit words as there are rows; the last two hold 32-bit values.
+_IDS, _POSITIONS, _SLOTS, _DRAWN, _TABLE_ROWS, _ENTRIES, _CONTEXTS, _BLOCKS = range(8)
+_COLUMNS = 8
 _IN_FLIGHT = 2  # steps whose inputs stand in host memory at a time
 
 
@@ -33,9 +32,8 @@ class DecodeBuffers:
 
     input_ids, positions, slots   int64 [B]    as in ForwardBatch
     context_lens                  int32 [B]
-    streams, drawn_positions      int64 [B]    of the draw, see models.kernels.sampling
-    temperature                   float32 [B]
-    table_rows                    int64 [B]    rows of the device's block tables
+    drawn_positions               int64 [B]    of the draw, see models.kernels.sampling
+    table_rows                    int64 [B]    rows of the device's block tables, and of what the draw looks up
     entries, blocks               int64, int32 [B]  places in the flat tables, and what is to stand there: the block
                                                of the step's own token
     """
@@ -44,9 +42,7 @@ class DecodeBuffers:
     positions: Tensor
     slots: Tensor
     context_lens: Tensor
-    streams: Tensor
     drawn_positions: Tensor
-    temperature: Tensor
     table_rows: Tensor
     entries: Tensor
     blocks: Tensor
@@ -60,7 +56,6 @@ class _HostBuffer:
     words: np.ndarray
     contexts: np.ndarray
     blocks: np.ndarray
-    temperatures: np.ndarray
     source: Tensor
     target: Tensor
 
@@ -74,7 +69,6 @@ class DecodeInputs:
     ) -> None:
         num_rows, self._width = tables.array.shape
         self._host_tables = tables
-        self._sampler = sampler
         self._block_size = block_size
         self._padding_row = num_rows
         self.tables = torch.zeros(num_rows + 1, self._width, dtype=torch.int32, device=device)
@@ -82,9 +76,8 @@ class DecodeInputs:
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._host: dict[tuple[int, int], _HostBuffer] = {}
-        self._streams = np.zeros(num_rows, np.int64)
-        self._temperatures = np.zeros(num_rows, np.float32)
-        self._plain_from = np.zeros(num_rows, np.int64)  # tokens from which on the draw is all that a row needs
+        self._sampling = GraphSampling(num_rows, sampler.vocab_size, device)
+        self.settings = self._sampling.settings
 
     def buffers(self, size: int) -> DecodeBuffers:
         """The buffers of steps of `size` rows; those of all sizes lie in the same memory."""
@@ -98,9 +91,7 @@ class DecodeInputs:
             positions=column(_POSITIONS),
             slots=column(_SLOTS),
             context_lens=column(_CONTEXTS, torch.int32),
-            streams=column(_STREAMS),
             drawn_positions=column(_DRAWN),
-            temperature=column(_TEMPERATURES, torch.float32),
             table_rows=column(_TABLE_ROWS),
             entries=column(_ENTRIES),
             blocks=column(_BLOCKS, torch.int32),
@@ -108,8 +99,7 @@ class DecodeInputs:
 
     def send(self, items: list[ScheduledSequence], size: int, turn: int) -> bool:
         """Send the inputs of a step of decodes `items`, padded to `size` rows, through host buffer 0 or 1, which the
-        device must have read. Returns whether the draw without truncation, penalties, bias or log-probabilities is
-        all that the rows need."""
+        device must have read. Returns whether the captured draw is all that the rows need."""
         block_size, known = self._block_size, self._host_tables.rows
         rows: list[int] = []
         ids: list[int] = []
@@ -134,36 +124,27 @@ class DecodeInputs:
         words[_IDS, :count] = ids
         words[_POSITIONS, :count] = positions
         words[_SLOTS, :count] = blocks * block_size + positions % block_size
-        words[_STREAMS, :count] = self._streams[index]
         words[_DRAWN, :count] = lengths
         words[_TABLE_ROWS, :count] = index
         words[_ENTRIES, :count] = index * self._width + positions // block_size
         host.contexts[:count] = lengths
         host.blocks[:count] = blocks
-        host.temperatures[:count] = self._temperatures[index]
         if count < size:
             self._pad(host, count)
         host.target.copy_(host.source, non_blocking=True)
-        return bool((self._plain_from[index] <= lengths).all())
+        return self._sampling.prepare(items, index, lengths)
 
     # -- internals ------------------------------------------------------------------------------------
 
     def _introduce(self, seq: Sequence, num_blocks: int) -> TableRow:
         """Send the first blocks of a table that the device does not know, and note what the sequence's draw needs."""
         row = self._host_tables.row(seq)
-        index, params = row.index, seq.params
+        index = row.index
         if num_blocks:
             # Not from pinned memory: the copy has left the host's when the call returns.
             known = torch.from_numpy(self._host_tables.array[index, :num_blocks])
             self.tables[index, :num_blocks].copy_(known, non_blocking=True)
-        temperature = self._sampler.draw_temperature(params)
-        self._streams[index] = np.uint64(mix64(seq.seed)).view(np.int64)
-        self._temperatures[index] = temperature or 0.0
-        needs_more = params.has_penalties or params.logit_bias or seq.num_logprobs is not None
-        if temperature is None or needs_more:
-            self._plain_from[index] = _NEVER
-        else:
-            self._plain_from[index] = seq.num_prompt_tokens + params.min_tokens
+        self._sampling.introduce(index, seq)
         return row
 
     def _pad(self, host: _HostBuffer, count: int) -> None:
@@ -172,7 +153,7 @@ class DecodeInputs:
         words[_SLOTS, count:] = -1
         words[_TABLE_ROWS, count:] = self._padding_row
         words[_ENTRIES, count:] = self._padding_row * self._width
-        for column in (host.contexts, host.blocks, host.temperatures):
+        for column in (host.contexts, host.blocks):
             column[count:] = 0
 
     def _host_buffer(self, size: int, turn: int) -> _HostBuffer:
@@ -183,7 +164,6 @@ class DecodeInputs:
             words[:, :size],
             words[_CONTEXTS].view(np.int32)[:size],
             words[_BLOCKS].view(np.int32)[:size],
-            words[_TEMPERATURES].view(np.float32)[:size],
             source,
             self._storage[:used],
         )

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from engine.noise import TokenNoise, mix64, row_key
 from engine.penalties import PenaltyHistory, PenaltyRows
 from engine.sampling_params import SamplingParams
 from models import kernels
+from models.kernels.row_settings import WORDS, RowSettings, pack
 
 BAD_TOKEN = -1  # stands where a row's logits are unusable: NaN, +inf, or nothing but -inf
 _SMALL_TOP_K = 1024  # up to here finding the k-th largest logit is cheaper than further rounds
@@ -88,6 +89,17 @@ class _Group:
 
 
 @dataclass(slots=True)
+class _Race:
+    """The settings of R rows, their indices int64 [R], and this step's positions int64 [R], all on the device.
+    truncates: whether any row is."""
+
+    settings: RowSettings
+    rows: Tensor
+    positions: Tensor
+    truncates: bool
+
+
+@dataclass(slots=True)
 class SamplingBatch:
     """One step's settings on the device, from Sampler.prepare.
 
@@ -95,8 +107,7 @@ class SamplingBatch:
     streams      of the R seeds, for the row keys
     keys         int32 [R, 2], this step's noise; None where every row is greedy
     drawn        blocks of rows to draw, those without and those with truncations apart; the rest is greedy
-    race         (temperature float32 [R], 0 where greedy; streams int64 [R]; positions int64 [R], this step's) for the
-                 kernel that draws them all at once; None where there is none or a row is truncated
+    race         for the kernel that draws all rows at once; None where there is none
     penalized    rows with penalties; their request ids; their indices
     biased       what is added to the logits; restricted: indices of the rows that have banned ids
     scored       rows whose log-probabilities are wanted
@@ -109,7 +120,7 @@ class SamplingBatch:
     penalized: PenaltyRows | None
     penalized_ids: list[int]
     penalized_index: list[int]
-    race: tuple[Tensor, Tensor, Tensor] | None
+    race: _Race | None
     biased: BiasRows | None
     restricted: list[int]
     scored: ScoredRows | None
@@ -149,7 +160,7 @@ class Sampler:
             batch = self._last = self._build(rows, request_ids)
         if batch.race is not None:
             positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=self.device)
-            batch.race = (*batch.race[:2], positions)
+            batch.race.positions = positions
         elif not batch.all_greedy:
             keys = [row_key(stream, row.position) for stream, row in zip(batch.streams, rows, strict=True)]
             batch.keys = torch.tensor(keys, dtype=torch.int32, device=self.device)
@@ -163,7 +174,8 @@ class Sampler:
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """int64 [R] token ids for logits float32 [R, V], BAD_TOKEN where a row has no usable maximum.
 
-        The logits are left as they are. Truncated rows cost a host synchronisation a round on a CUDA device.
+        The logits are left as they are. Without the kernel truncated rows cost a host synchronisation a round on a
+        CUDA device.
         """
         if logits.shape != (len(batch.request_ids), self.vocab_size):
             raise ValueError(
@@ -175,7 +187,10 @@ class Sampler:
         if batch.penalized is not None:
             logits = self._history.apply(logits, batch.penalized, batch.penalized_ids)
         if batch.race is not None:
-            return self._kernel.sample(logits, *batch.race, self._noise.token_hash)
+            race = batch.race
+            return self._kernel.sample(
+                logits, race.settings, race.rows, race.positions, self._noise.token_hash, truncates=race.truncates
+            )
         best, tokens = logits.max(dim=1, keepdim=True)
         usable = best.isfinite().squeeze(1)
         tokens = tokens.squeeze(1)
@@ -193,17 +208,13 @@ class Sampler:
         """Whether draw() works on this device."""
         return self._kernel is not None
 
-    def draw_temperature(self, params: SamplingParams) -> float | None:
-        """What draw() takes for such a row, 0 for a greedy one; None where the row is truncated."""
-        if params.greedy:
-            return 0.0
-        return None if self._truncates(params) else max(params.temperature, _MIN_TEMPERATURE)
-
-    def draw(self, logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, *, out: Tensor) -> None:
+    def draw(
+        self, logits: Tensor, settings: RowSettings, rows: Tensor, positions: Tensor, input_ids: Tensor, *, out: Tensor
+    ) -> None:
         """Fills out int64 [R]: see models.kernels.sampling. Reads nothing but these tensors, so that it can be
-        captured."""
+        captured. logits of any floating type; bias and penalties are those of the settings."""
         assert self._kernel is not None
-        self._kernel.sample(logits, temperature, streams, positions, self._noise.token_hash, out=out)
+        self._kernel.sample(logits, settings, rows, positions, self._noise.token_hash, input_ids=input_ids, out=out)
 
     def warm_up(self) -> None:
         """Draw once from even logits, so that the first request does not wait for kernels to be compiled."""
@@ -286,17 +297,20 @@ class Sampler:
             penalized=self._penalty_rows(rows, penalized),
             penalized_ids=[rows[i].request_id for i in penalized],
             penalized_index=penalized,
-            race=self._race(rows, streams) if self._kernel is not None and not truncated else None,
+            race=None if self._kernel is None else self._race(rows, streams),
             biased=self._bias.rows(biased) if biased else None,
             restricted=[b.row for b in biased if b.banned],
             scored=self._scored_rows(rows),
         )
 
-    def _race(self, rows: Sequence[SamplingRow], streams: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """SamplingBatch.race, the positions still to come."""
-        heat = [self.draw_temperature(row.params) or 0.0 for row in rows]
-        words = torch.from_numpy(np.array(streams, dtype=np.uint64).view(np.int64)).to(self.device)
-        return self._column(heat).squeeze(1), words, torch.empty_like(words)
+    def _race(self, rows: Sequence[SamplingRow], streams: list[int]) -> _Race:
+        """SamplingBatch.race, the positions still to come. Bias and penalties are in the logits by then."""
+        words = np.zeros((len(rows), WORDS), np.int64)
+        for i, row in enumerate(rows):
+            pack(words[i], stream=streams[i], **draw_settings(row.params, self.vocab_size))
+        index = torch.arange(len(rows), device=self.device)
+        truncates = any(self._truncates(row.params) for row in rows if not row.params.greedy)
+        return _Race(RowSettings(torch.from_numpy(words).to(self.device)), index, index, truncates)
 
     def _truncates(self, params: SamplingParams) -> bool:
         return params.top_p < 1.0 or 0 < params.top_k < self.vocab_size or params.min_p > 0.0
@@ -346,6 +360,16 @@ class Sampler:
 
     def _column(self, values: list, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
+
+
+def draw_settings(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
+    """Temperature and truncations as pack() of models.kernels.row_settings takes them."""
+    return {
+        "temperature": 0.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE),
+        "top_k": params.top_k if params.top_k < vocab_size else 0,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
 
 
 def _weights(logits: Tensor, best: Tensor, group: _Group) -> Tensor:

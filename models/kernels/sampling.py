@@ -1,12 +1,14 @@
-"""The next token of rows that are greedy or drawn from the whole vocabulary, in one pass over the logits.
+"""The next token of every row of a step: bias, penalties, temperature, truncations and the draw, all on the device.
 
 The draw is the exponential race of engine.sampler with the counter-based noise of engine.noise: argmax of p_i / E_i,
 where E_i follows from (seed, position, token id) alone. Everything is read on the device, so that the draw can be
 part of a captured step, and its tokens are those of the sampler on a CPU but for near-ties: a score may differ by
-about one part in a million.
+about two parts in a million.
 
-A row is cut into parts, so that a lone one still fills the card. Each part finds its winner relative to its own
-largest logit; a second kernel puts the parts on one scale and takes the best.
+Three launches. A row is cut into parts, so that a lone one still fills the card, and each part finds its winner
+relative to its own largest logit (_race). A second kernel puts the parts on one scale and takes the best (_final).
+Truncated rows get from these their largest logit; models.kernels.truncation then finds what they keep and draws from
+it, and returns at once where no row is truncated.
 """
 
 # How a kernel is launched is beyond the type checker.
@@ -19,165 +21,109 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BAD_TOKEN = -1
+from models.kernels import truncation
+from models.kernels.adjusted import (
+    MAX_COUNT,
+    TEMPERATURE,
+    TRUNCATED,
+    adjusted_logits,
+    int_field,
+    log2_noise,
+    log2_scale,
+    own_token,
+    row_key,
+    single_field,
+)
+from models.kernels.row_settings import RowSettings
+from models.kernels.sampling_reference import BAD_TOKEN, reference
+
+__all__ = ["BAD_TOKEN", "reference", "sample"]
 _BLOCK = 2048
-_MIN_TEMPERATURE = 1e-6
 
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
-    streams: Tensor,
+    settings: RowSettings,
+    rows: Tensor,
     positions: Tensor,
     token_hash: Tensor,
     *,
+    input_ids: Tensor | None = None,
+    truncates: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """int64 [R]: the lowest id among those of the highest score; BAD_TOKEN for a row with NaN, +inf or only -inf.
 
-    logits       float32 [R, V], last dimension contiguous
-    temperature  float32 [R]; 0 is greedy
-    streams      int64 [R], the 64 bits of mix64(seed)
-    positions    int64 [R], the index in the sequence of the token to be drawn
-    token_hash   int32 [V], the low 32 bits of mix64(token id)
-    out          int64 [R] contiguous, to be filled and returned; None: a new tensor
+    logits      [R, V] of any floating type, last dimension contiguous
+    rows        int64 [R], which rows of the settings
+    positions   int64 [R], the index in the sequence of the token to be drawn
+    token_hash  int32 [V], the low 32 bits of mix64(token id)
+    input_ids   int64 [R], the token before it. Given, bias and penalties apply, and it is added to the counts where it
+                is output; None: the logits have them already
+    truncates   False: no row of the step is truncated
+    out         int64 [R] contiguous, to be filled and returned; None: a new tensor
     """
-    rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and token_hash.shape == (vocab_size,)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
-    assert tokens.shape == (rows,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
-    if not rows:
+    count, vocab_size = logits.shape
+    device = logits.device
+    assert logits.stride(1) == 1 and token_hash.shape == (vocab_size,)
+    tokens = torch.empty(count, dtype=torch.int64, device=device) if out is None else out
+    assert tokens.shape == (count,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
+    if not count:
         return tokens
+    adjusts = input_ids is not None
+    assert not adjusts or settings.counts is not None
     parts = triton.cdiv(vocab_size, _BLOCK)
-    peaks, scores = torch.empty(2, rows, parts, dtype=torch.float32, device=logits.device)
-    winners = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    _race[(rows, parts)](
-        logits,
-        logits.stride(0),
-        temperature,
-        streams,
-        positions,
-        token_hash,
-        peaks,
-        scores,
-        winners,
-        VOCAB_SIZE=vocab_size,
-        BLOCK=_BLOCK,
-        MIN_TEMPERATURE=_MIN_TEMPERATURE,
+    peaks, scores = torch.empty(2, count, parts, dtype=torch.float32, device=device)
+    winners = torch.empty(count, parts, dtype=torch.int32, device=device)
+    space = truncation.Workspace.empty(count, device)
+    # Without adjustments these are not read.
+    words = settings.words
+    biases = (settings.bias_ids, settings.bias_values, settings.bias_until) if adjusts else (words, words, words)
+    counts = settings.counts if adjusts else words
+    inputs = input_ids if adjusts else positions
+    what = (logits, logits.stride(0), words, rows, positions, inputs, *biases, counts)
+    _race[(count, parts)](
+        *what, token_hash, peaks, scores, winners, VOCAB_SIZE=vocab_size, BLOCK=_BLOCK, ADJUSTS=adjusts
     )
-    _final[(rows,)](
-        temperature,
-        peaks,
-        scores,
-        winners,
-        tokens,
-        PARTS=parts,
-        PARTS_PADDED=triton.next_power_of_2(parts),
-        BAD=BAD_TOKEN,
-        MIN_TEMPERATURE=_MIN_TEMPERATURE,
-    )
+    _final[(count,)](
+        words, rows, positions, inputs, counts, peaks, scores, winners, tokens, space.peaks, space.arrivals,
+        VOCAB_SIZE=vocab_size, PARTS=parts, PARTS_PADDED=triton.next_power_of_2(parts), BAD=BAD_TOKEN,
+        PROGRAMS=space.arrivals.shape[0], ADJUSTS=adjusts,
+    )  # fmt: skip
+    if truncates:
+        truncation.draw_truncated(what, token_hash, space, tokens, adjusts)
     return tokens
-
-
-def reference(logits: Tensor, temperature: Tensor, streams: Tensor, positions: Tensor, token_hash: Tensor) -> Tensor:
-    key = _mix64(streams + positions)
-    high, low = _logical_shift(key, 32), key & 0xFFFFFFFF
-    x = token_hash.long() & 0xFFFFFFFF ^ high[:, None]
-    x ^= x >> 16
-    x = (x * 0x7FEB352D + low[:, None]) & 0xFFFFFFFF
-    x ^= x >> 15
-    x = x * 0x846CA68B & 0xFFFFFFFF
-    x ^= x >> 16
-    u = ((x & 0x7FFFFFFF).float() * 2.0**-31 + 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    best = logits.amax(1, keepdim=True)
-    scaled = (logits - best) / temperature[:, None].clamp(min=_MIN_TEMPERATURE)
-    scores = scaled.clamp(min=-80.0).exp() / -torch.log1p(-u)
-    scores = torch.where(temperature[:, None] > 0, scores, logits)
-    return torch.where(best.isfinite().squeeze(1), scores.max(1).indices, BAD_TOKEN)
-
-
-def _mix64(x: Tensor) -> Tensor:
-    """engine.noise.mix64 on int64, whose products wrap."""
-    x = x + (0x9E3779B97F4A7C15 - 2**64)
-    x = (x ^ _logical_shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _logical_shift(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _logical_shift(x, 31)
-
-
-def _logical_shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-@triton.jit
-def _row_key(stream, position):
-    """engine.noise.row_key: two words of 32 bits."""
-    x = (stream + position).to(tl.uint64, bitcast=True)
-    x += 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    return (x >> 32).to(tl.uint32), x.to(tl.uint32)
-
-
-@triton.jit
-def _exponential(token_hash, high, low):
-    """engine.noise.TokenNoise.exponential. log1p is written out: the card's logarithm is too coarse near 1."""
-    x = token_hash.to(tl.uint32, bitcast=True) ^ high
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D + low
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    x = x ^ (x >> 16)
-    u = (x & 0x7FFFFFFF).to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10  # 2**-31, 2**-32
-    u = tl.minimum(u, 0.99999994)
-    # -log(1 - u) = 2 atanh(u / (2 - u)), by its series where that converges fast.
-    s = u / (2.0 - u)
-    t = s * s
-    series = 1.0 / 17 * t + 1.0 / 15
-    series = series * t + 1.0 / 13
-    series = series * t + 1.0 / 11
-    series = series * t + 1.0 / 9
-    series = series * t + 1.0 / 7
-    series = series * t + 1.0 / 5
-    series = series * t + 1.0 / 3
-    small = 2.0 * (s + s * t * series)
-    return tl.where(u <= 0.5, small, -tl.log(1.0 - u))
 
 
 @triton.jit
 def _race(
-    logits,
-    row_stride,
-    temperature,
-    streams,
-    positions,
-    token_hash,
-    peaks,
-    scores,
-    winners,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MIN_TEMPERATURE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    logits, row_stride, words, rows, positions, input_ids, bias_ids, bias_values, bias_until, counts,
+    token_hash, peaks, scores, winners,
+    VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, ADJUSTS: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, position = tl.load(rows + row), tl.load(positions + row)
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCAB_SIZE
-    logit = tl.load(logits + row * row_stride + token, mask=inside, other=float("-inf"))
+    last = own_token(words, index, position, tl.load(input_ids + row))
+    logit = adjusted_logits(
+        logits + row * row_stride, token, inside, words, index, position, last,
+        bias_ids, bias_values, bias_until, counts, VOCAB_SIZE, ADJUSTS,
+    )  # fmt: skip
     peak = tl.max(logit, 0)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        high, low = _row_key(tl.load(streams + row), tl.load(positions + row))
-        noise = _exponential(tl.load(token_hash + token, mask=inside, other=0), high, low)
+    # A maximum passes NaN by; without its sign it is the largest of all bits.
+    unusable = tl.max(logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0) > 0x7F800000
+    heat = single_field(words, index, TEMPERATURE)
+    if (heat > 0) & (int_field(words, index, TRUNCATED) == 0):
+        high, low = row_key(words, index, position)
+        noise = log2_noise(tl.load(token_hash + token, mask=inside, other=0), high, low)
         # A part of nothing but -inf has a peak that cannot be subtracted; its scores are of no account.
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp(tl.maximum((logit - base) / tl.maximum(heat, MIN_TEMPERATURE), -80.0))
-        score = tl.where(inside, weight / noise, -1.0)
+        score = (logit - base) * log2_scale(heat) - noise
     else:
         score = logit
     best = tl.max(score, 0)
     winner = tl.min(tl.where(score == best, token, VOCAB_SIZE), 0)
-    unusable = tl.sum(((logit != logit) | (logit == float("inf"))).to(tl.int32), 0) > 0
     at = row * tl.num_programs(1) + part
     tl.store(peaks + at, tl.where(unusable, float("inf"), peak))
     tl.store(scores + at, best)
@@ -186,29 +132,35 @@ def _race(
 
 @triton.jit
 def _final(
-    temperature,
-    peaks,
-    scores,
-    winners,
-    tokens,
-    PARTS: tl.constexpr,
-    PARTS_PADDED: tl.constexpr,
-    BAD: tl.constexpr,
-    MIN_TEMPERATURE: tl.constexpr,
-):
+    words, rows, positions, input_ids, counts, peaks, scores, winners, tokens, row_peaks, arrivals,
+    VOCAB_SIZE: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BAD: tl.constexpr,
+    PROGRAMS: tl.constexpr, ADJUSTS: tl.constexpr,
+):  # fmt: skip
+    """Also counts the step's own token, which _race counted on the fly, and prepares what truncation reads: of each
+    row its largest logit, NaN where it needs no more, and that no program has arrived anywhere."""
     row = tl.program_id(0).to(tl.int64)
+    index, position = tl.load(rows + row), tl.load(positions + row)
     part = tl.arange(0, PARTS_PADDED)
     inside = part < PARTS
     peak = tl.load(peaks + row * PARTS + part, mask=inside, other=float("-inf"))
     score = tl.load(scores + row * PARTS + part, mask=inside, other=float("-inf"))
-    winner = tl.load(winners + row * PARTS + part, mask=inside, other=0)
+    winner = tl.load(winners + row * PARTS + part, mask=inside, other=VOCAB_SIZE)
     highest = tl.max(peak, 0)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        finite = tl.where(highest == float("-inf"), 0.0, highest)
-        faded = tl.exp(tl.maximum((peak - finite) / tl.maximum(heat, MIN_TEMPERATURE), -80.0))
-        score = tl.where(peak == float("-inf"), -1.0, score * faded)
-    best = tl.max(score, 0)
-    token = tl.min(tl.where(inside & (score == best), winner, 2147483647), 0)
     usable = (highest > float("-inf")) & (highest < float("inf"))
+    truncated = int_field(words, index, TRUNCATED) != 0
+    heat = single_field(words, index, TEMPERATURE)
+    if (heat > 0) & (truncated == 0):
+        finite = tl.where(usable, highest, 0.0)
+        score = tl.where(peak == float("-inf"), float("-inf"), score + (peak - finite) * log2_scale(heat))
+    best = tl.max(score, 0)
+    token = tl.min(tl.where(score == best, winner, VOCAB_SIZE), 0)
     tl.store(tokens + row, tl.where(usable, token, BAD).to(tl.int64))
+    tl.store(row_peaks + row, tl.where(usable & truncated, highest, float("nan")))
+    if row == 0:
+        tl.store(arrivals + tl.arange(0, PROGRAMS), tl.zeros([PROGRAMS], tl.int32))
+    if ADJUSTS:
+        last = own_token(words, index, position, tl.load(input_ids + row))
+        if last >= 0:
+            at = counts + index * VOCAB_SIZE + last
+            word = tl.load(at)
+            tl.store(at, tl.where((word & MAX_COUNT) < MAX_COUNT, word + 1, word).to(tl.int16))

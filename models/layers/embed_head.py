@@ -60,8 +60,15 @@ class Head(Linear):
             # A view, not a parameter of its own: it is filled with the embedding.
             self.weight = tied_to.weight.data.narrow(0, self.start, self.rows)  # type: ignore[assignment]
 
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The type in which logits lose nothing: float32 where some are exact, otherwise that of the product."""
+        return torch.float32 if self.weight.device.type == "cpu" else self.weight.dtype
+
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """out: float32 [R, vocab] to be filled and returned; None: a new tensor."""
+        """out: [R, vocab] of out_dtype to be filled and returned; None: a new tensor, float32."""
+        if out is not None and self.is_plain(x.shape[0]) and out.dtype == x.dtype:
+            return torch.mm(x, self.weight.t(), out=out)
         product = super().forward(x)
         logits = product.float() if out is None else out.copy_(product)
         if x.device.type == "cpu" and x.dtype != torch.float32:
@@ -69,6 +76,10 @@ class Head(Linear):
             exact = torch.bmm(self.weight[likeliest].float(), x.float().unsqueeze(2)).squeeze(2)
             logits.scatter_(1, likeliest, exact)
         return logits
+
+    def is_plain(self, rows: int) -> bool:
+        """Whether forward() of so many is one product of matrices."""
+        return self.int4 is None and self.packed is None and rows > self.gemv_rows
 
     def _load(self, parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
         expected = (self.vocab_size, *parameter.shape[1:])

@@ -94,6 +94,68 @@ def test_any_mix_of_requests_has_the_tokens_that_eager_steps_give(graphed: LLM, 
         assert chosen == pytest.approx([entry.logprob for entry in expected[key][1]], abs=1e-3)
 
 
+CHATS = [
+    SamplingParams(top_p=0.9, top_k=40, repetition_penalty=1.1, seed=1, max_tokens=20, ignore_eos=True),
+    SamplingParams(top_p=0.95, seed=2, max_tokens=14, ignore_eos=True),
+    SamplingParams(min_p=0.05, presence_penalty=0.6, frequency_penalty=0.8, seed=3, max_tokens=25, ignore_eos=True),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(logit_bias={5: 4.0, 9: -100.0}, top_k=10, seed=4, max_tokens=9, ignore_eos=True),
+    SamplingParams(min_tokens=6, top_p=0.8, seed=5, max_tokens=18, stop_token_ids=list(range(0, 500, 10))),
+]
+
+
+def test_chats_with_truncation_and_penalties_have_the_tokens_of_eager_steps_and_never_leave_the_graphs_draw(
+    graphed: LLM, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that arrives late makes a step of the others eager: the device's counts are behind afterwards."""
+    drawn: list[bool] = []
+    launch = DecodeGraphs.launch
+
+    def watched(self: DecodeGraphs, items: Any) -> Any:
+        step = launch(self, items)
+        drawn.append(step.token_ids is not None)
+        return step
+
+    monkeypatch.setattr(DecodeGraphs, "launch", watched)
+
+    def replies(llm: LLM) -> list[list[int]]:
+        engine, found = llm.engine, {}
+        ids = [engine.add_request(p, chat) for p, chat in zip(prompts(6), CHATS, strict=True)]
+        for step in range(60):
+            if step == 5:
+                ids.append(engine.add_request([(7 * i) % 400 + 3 for i in range(150)], CHATS[0]))
+            for out in engine.step():
+                found.setdefault(out.request_id, []).extend(out.new_token_ids)
+        return [found[i] for i in ids]
+
+    eager = LLM(tiny_qwen3, **SETTINGS)
+    assert replies(graphed) == replies(eager)
+    eager.exit()
+    assert len(drawn) > 15 and all(drawn)
+
+
+@pytest.mark.parametrize("chat", CHATS[::3])
+def test_a_replay_that_fails_counts_no_token_twice(graphed: LLM, tiny_qwen3: Path, chat: SamplingParams) -> None:
+    eager = LLM(tiny_qwen3, **SETTINGS)
+    expected = tokens(eager, prompts(3), chat)
+    eager.exit()
+    graphs, calls = graphs_of(graphed), 0
+
+    def failing(replay: Any) -> Any:
+        def run() -> None:
+            nonlocal calls
+            calls += 1
+            replay()
+            if calls in (3, 8):
+                raise RuntimeError("once")
+
+        return run
+
+    graphs._replays = {size: failing(replay) for size, replay in graphs._replays.items()}
+    assert tokens(graphed, prompts(3), chat) == expected
+    assert calls > 8
+
+
 def test_beams_are_those_of_eager_steps(graphed: LLM, tiny_qwen3: Path) -> None:
     beams = BeamSearchParams(beam_width=3, max_tokens=10)
     eager, found = (

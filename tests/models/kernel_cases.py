@@ -9,17 +9,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from engine.noise import mix64
-from engine.sampler import Sampler, SamplingRow
-from engine.sampling_params import SamplingParams
 from models.batch import ForwardBatch
-from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul
+from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, silu_mul
 from models.layers.triton_attention import TritonBackend
 
 ON_CARD = torch.cuda.is_available()
@@ -356,56 +352,6 @@ def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, any
     weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
     shift = torch.randn(outputs).to(any_dtype).to(DEVICE) if bias else None
     close(gemv.gemv(x, weight, shift), gemv.reference(x, weight, shift))
-
-
-# ---------------------------------------------------------------------- sampling
-
-
-def draw_inputs(
-    seeds: list[int], temperatures: list[float], positions: list[int], vocab_size: int
-) -> tuple[torch.Tensor, ...]:
-    """What sampling.sample takes beside the logits."""
-    streams = np.array([mix64(seed) for seed in seeds], dtype=np.uint64).view(np.int64)
-    hashed = mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
-    return (
-        torch.tensor(temperatures, dtype=torch.float32, device=DEVICE),
-        torch.from_numpy(streams).to(DEVICE),
-        torch.tensor(positions, dtype=torch.int64, device=DEVICE),
-        torch.from_numpy(hashed).to(DEVICE),
-    )
-
-
-@pytest.mark.parametrize("vocab_size", [7, 2048, 5000, 151_936] if ON_CARD else [7, 2048, 5000])
-def test_draws_are_those_of_the_sampler_on_a_cpu(vocab_size: int) -> None:
-    torch.manual_seed(13)
-    rows = 200 if ON_CARD else 8
-    seeds = [random.Random(row).randrange(2**63) for row in range(rows)]
-    temperatures = [(0.0, 0.3, 1.0, 5.0)[row % 4] for row in range(rows)]
-    positions = [1 + 37 * row for row in range(rows)]
-    logits = torch.randn(rows, vocab_size) * 4
-    logits[0] = logits[0].round()  # ties: the lowest id wins
-    sampler = Sampler(vocab_size)
-    sampler._kernel = None  # the interpreter would let it have one
-    asked = [
-        SamplingRow(row, SamplingParams(temperature=temperatures[row]), seeds[row], positions[row], (), ())
-        for row in range(rows)
-    ]
-    expected = sampler(logits, sampler.prepare(asked))
-    inputs = draw_inputs(seeds, temperatures, positions, vocab_size)
-    assert sampling.sample(logits.to(DEVICE), *inputs).tolist() == expected.tolist()
-    assert sampling.reference(logits.to(DEVICE), *inputs).tolist() == expected.tolist()
-
-
-def test_a_row_of_unusable_logits_has_no_token_and_its_neighbours_do() -> None:
-    logits = torch.randn(6, 3000)
-    logits[1, 2500] = torch.nan
-    logits[2, 7] = torch.inf
-    logits[3] = -torch.inf
-    logits[4, :2990] = -torch.inf  # one whole part and most of the next: still a usable row
-    inputs = draw_inputs([1] * 6, [0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [5] * 6, 3000)
-    tokens = sampling.sample(logits.to(DEVICE), *inputs).tolist()
-    assert [token == sampling.BAD_TOKEN for token in tokens] == [False, True, True, True, False, False]
-    assert tokens[0] == int(logits[0].argmax()) and tokens[4] >= 2990
 
 
 # ---------------------------------------------------------------------- whole models

@@ -5,5 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.models.kernel_cases import *  # noqa: F403
+from tests.models.sampling_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

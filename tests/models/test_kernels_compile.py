@@ -17,13 +17,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from models.kernels import gemv, paged_decode, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul
+from models.kernels import gemv, paged_decode, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul, truncation
 from models.kernels.paged_keys import Partials
+from models.kernels.row_settings import RowSettings
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
 BF16, CPU = torch.bfloat16, torch.device("cpu")
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"} | {
+    torch.float64: "*fp64", torch.int16: "*i16",
+}
 
 
 @pytest.fixture
@@ -93,7 +96,14 @@ def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
     assert len(compiled) == 5 + gemv.MAX_ROWS
 
 
-def test_sampling(compiled: list[Any]) -> None:
-    words = torch.zeros(2, dtype=torch.int64)
-    sampling.sample(torch.zeros(2, 151_936), torch.ones(2), words, words, torch.zeros(151_936, dtype=torch.int32))
-    assert [kernel.metadata.name for kernel in compiled] == ["_race", "_final"]
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("adjusts", [False, True])
+def test_sampling(adjusts: bool, dtype: torch.dtype, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truncation, "_num_programs", lambda device: 128)
+    words, vocab_size = torch.zeros(2, dtype=torch.int64), 151_936
+    settings = RowSettings.zeros(3, vocab_size, CPU)
+    logits, token_hash = torch.zeros(2, vocab_size, dtype=dtype), torch.zeros(vocab_size, dtype=torch.int32)
+    sampling.sample(logits, settings, words, words, token_hash, input_ids=words if adjusts else None)
+    assert [kernel.metadata.name for kernel in compiled] == ["_race", "_final", "_truncated"]
+    # Both logarithms of the noise by the card's own instruction, in few lines: they are what the draw's time is.
+    assert "lg2.approx.ftz" in compiled[0].asm["ptx"] and "__nv_log" not in compiled[0].asm["llir"]

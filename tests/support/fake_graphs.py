@@ -14,7 +14,7 @@ from engine import decode_graphs, sampler
 from engine.device import DeviceManager
 from models import loader
 from models.batch import ForwardBatch
-from models.kernels import paged_decode, paged_prefill, rope_cache, sampling
+from models.kernels import paged_decode, paged_prefill, rope_cache, sampling_reference
 from models.layers.attention import AttentionBackend
 
 
@@ -79,16 +79,11 @@ class ReferenceBackend(AttentionBackend):
         return torch.cat((decoded, chunks)).flatten(1)
 
 
-def _sample(*args: Tensor, out: Tensor | None = None) -> Tensor:
-    tokens = sampling.reference(*args)
-    return tokens if out is None else out.copy_(tokens)
-
-
 def install(patch: pytest.MonkeyPatch) -> None:
     """From here on engines on a CPU use references for kernels, and capture decode steps."""
     patch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
     patch.setattr(loader, "get_backend", lambda name: ReferenceBackend())
-    kernel = SimpleNamespace(sample=_sample)
+    kernel = SimpleNamespace(sample=sampling_reference.reference)
     patch.setattr(sampler, "kernels", SimpleNamespace(load=lambda name, device: kernel))
     patch.setattr(decode_graphs, "why_eager", lambda enforce_eager, *rest: "asked for" if enforce_eager else None)
     patch.setattr(decode_graphs, "CudaRecorder", FakeRecorder)
