@@ -12,7 +12,7 @@ from engine.sequence import Sequence, SequenceStatus
 @dataclass(slots=True)
 class TableRow:
     """A sequence's row. source: the table it was copied from, of which `filled` blocks are in it. num_sent: leading
-    blocks that the row's copy on the device holds (see DecodeInputs); -1: the device knows nothing of it."""
+    blocks that the row's copy on the device holds (see GraphInputs); -1: the device knows nothing of it."""
 
     index: int
     seq: Sequence

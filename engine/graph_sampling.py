@@ -34,21 +34,19 @@ class GraphSampling:
         self._is_penalized = np.zeros(num_rows, np.bool_)
         self._next_position = np.zeros(num_rows, np.int64)  # that the counts of a penalized row are right for
 
+    def draws(self, seq: Sequence, position: int) -> bool:
+        """Whether the captured draw is all that the sequence needs for its token at this position."""
+        return _drawn_from(seq) <= position
+
     def introduce(self, index: int, seq: Sequence) -> None:
         """From here on the row is this sequence's."""
         params, settings = seq.params, self.settings
-        biases = [(token, value, _ALWAYS) for token, value in (params.logit_bias or {}).items()]
-        first_free = seq.num_prompt_tokens + params.min_tokens
-        banned = [(token, -np.inf, first_free) for token in seq.stop_ids] if params.min_tokens else []
-        drawn_from = 0
-        if len(biases) + len(banned) <= MAX_BIASES:
-            biases += banned
-        else:
-            drawn_from = first_free
-        if seq.num_logprobs is not None or (params.has_penalties and seq.max_tokens > MAX_COUNT):
-            drawn_from = _NEVER
-        if len(biases) > MAX_BIASES:
-            drawn_from, biases = _NEVER, []
+        drawn_from = _drawn_from(seq)
+        biases: list[tuple[int, float, int]] = []
+        if drawn_from < _NEVER:
+            biases = [(token, value, _ALWAYS) for token, value in (params.logit_bias or {}).items()]
+        if params.min_tokens and not drawn_from:
+            biases += [(token, -np.inf, seq.num_prompt_tokens + params.min_tokens) for token in seq.stop_ids]
         self._drawn_from[index] = drawn_from
         self._is_penalized[index] = params.has_penalties
         self._next_position[index] = -1
@@ -88,6 +86,16 @@ class GraphSampling:
         assert self.settings.counts is not None and len(seq.token_ids) >= num_tokens
         prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens : num_tokens]
         _send(self.settings.counts[index], count_tokens(prompt, output, self._vocab_size))
+
+
+def _drawn_from(seq: Sequence) -> int:
+    """The position from which on the captured draw is all that the sequence needs."""
+    params = seq.params
+    num_biases, num_banned = len(params.logit_bias or ()), len(seq.stop_ids) if params.min_tokens else 0
+    too_long = params.has_penalties and seq.max_tokens > MAX_COUNT
+    if seq.num_logprobs is not None or too_long or num_biases > MAX_BIASES:
+        return _NEVER
+    return 0 if num_biases + num_banned <= MAX_BIASES else seq.num_prompt_tokens + params.min_tokens
 
 
 def _send(target: Tensor, values: np.ndarray) -> None:

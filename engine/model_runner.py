@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from engine import decode_graphs
+from engine import step_graphs
 from engine.block_tables import BlockTables
-from engine.decode_graphs import DecodeGraphs
-from engine.decode_inputs import DecodeInputs
 from engine.device import DevicePlan
+from engine.graph_inputs import GraphInputs
+from engine.graph_shapes import Shape, all_shapes
 from engine.logprobs import Scores, score, score_prompt
 from engine.outputs import TokenLogprobs
 from engine.sampler import Sampler, SamplingRow
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
+from engine.step_graphs import StepGraphs
 from engine.step_inputs import StepInputs
 from models.batch import ForwardBatch
 from models.config import ModelConfig
@@ -40,8 +41,9 @@ _WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step in flight. token_ids int64 [R], of R sequences, stays on the device until collect(), and so do the scores;
-    with `arrived`, a CUDA event, it is in host memory once that has happened.
+    """A step in flight. token_ids int64 [R], of R sequences or of those in `rows` where that is given, stays on the
+    device until collect(), and so do the scores; with `arrived`, a CUDA event, it is in host memory once that has
+    happened.
 
     collect() fills logprobs, by sequence, and prompt_logprobs, the next ones of each sequence's prompt.
     """
@@ -49,6 +51,7 @@ class StepHandle:
     sequences: list[Sequence]
     token_ids: torch.Tensor | None
     arrived: Any = None
+    rows: list[int] | None = None
     scores: Scores | None = None
     scored: list[int] = field(default_factory=list)
     prompt_scores: list[tuple[Sequence, Scores]] = field(default_factory=list)
@@ -103,11 +106,10 @@ class ModelRunner:
             max_num_tokens=max_num_tokens,
             device_lengths=attention_layers(self.model)[0].backend.wants_device_lengths,
         )
-        self.graphs: DecodeGraphs | None = None
-        self._graph_sizes = decode_graphs.graph_sizes(max_num_seqs)
-        self._why_eager = decode_graphs.why_eager(enforce_eager, device, self.model, self.sampler, tp_size)
-        budget = decode_graphs.memory_budget(self._graph_sizes, model_config.vocab_size)
-        self.graph_bytes = 0 if self._why_eager else budget
+        self.graphs: StepGraphs | None = None
+        self._shapes = all_shapes(max_num_seqs, max_num_tokens)
+        self._why_eager = step_graphs.why_eager(enforce_eager, device, self.model, self.sampler, tp_size)
+        self.graph_bytes = 0 if self._why_eager else step_graphs.memory_budget(self._shapes, model_config)
 
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block over all layers, on this rank."""
@@ -131,8 +133,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start the step of `plan`; every planned sequence has its blocks already."""
-        if self.graphs is not None and plan.num_decodes == len(plan.items) and self.graphs.fits(plan.num_decodes):
-            return self._replay(self.graphs, plan)
+        if self.graphs is not None:
+            if (shape := self.graphs.shape_of(plan)) is not None:
+                return self._replay(self.graphs, plan, shape)
+            self.graphs.interrupt()
         batch, rows = self._inputs.build(plan)
         hidden = self.model(batch)
         sampled = rows.sampled
@@ -149,10 +153,13 @@ class ModelRunner:
         handle.prompt_scores = prompt_scores
         return handle
 
-    leads = False
+    @property
+    def leads(self) -> bool:
+        """A step may be launched behind the last one before that is collected; can_follow() says whether this one."""
+        return self.graphs is not None and self.graphs.leads
 
     def can_follow(self, plan: StepPlan) -> bool:
-        return False
+        return self.graphs is not None and self.graphs.shape_of(plan) is not None and self.graphs.can_follow(plan)
 
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
@@ -168,7 +175,8 @@ class ModelRunner:
             return []
         if handle.arrived is not None:
             handle.arrived.synchronize()
-        return handle.token_ids.tolist()
+        token_ids = handle.token_ids.tolist()
+        return token_ids if handle.rows is None else [token_ids[row] for row in handle.rows]
 
     @torch.inference_mode()
     def copy_blocks(self, copies: dict[int, int]) -> None:
@@ -217,14 +225,14 @@ class ModelRunner:
         return num_tokens
 
     def capture_graphs(self, progress: Progress) -> None:
-        """Capture decode steps as CUDA graphs, where that can be done; after warm_up. The log says what came of it."""
+        """Capture steps as CUDA graphs, where that can be done; after warm_up. The log says what came of it."""
         if self._why_eager is not None:
-            logger.info("decode graphs: none (%s)", self._why_eager)
+            logger.info("graphs: none (%s)", self._why_eager)
             return
-        sizes, device = self._graph_sizes, self.device.device
-        inputs = DecodeInputs(self._tables, self.sampler, self.block_size, sizes[-1], device)
-        recorder = decode_graphs.CudaRecorder(device)
-        self.graphs = DecodeGraphs(self.model, self.sampler, inputs, sizes, self.block_size, device, recorder)
+        device = self.device.device
+        inputs = GraphInputs(self._tables, self.model_config.vocab_size, self.block_size, self._shapes, device)
+        recorder = step_graphs.CudaRecorder(device)
+        self.graphs = StepGraphs(self.model, self.sampler, inputs, self._shapes, self.block_size, device, recorder)
         self.graphs.capture(self.graph_bytes, progress)
 
     def check_device(self) -> None:
@@ -258,12 +266,19 @@ class ModelRunner:
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepHandle:
-        step = graphs.launch(plan.items)
-        sampled = [item.seq for item in plan.items]
-        if step.token_ids is None:
-            return self._sample(step.logits, sampled)
-        return StepHandle(sampled, step.token_ids, step.done)
+    def _replay(self, graphs: StepGraphs, plan: StepPlan, shape: Shape) -> StepHandle:
+        step = graphs.launch(plan, shape)
+        drawn = [
+            (seq, row)
+            for item, row in zip(plan.items, step.rows, strict=True)
+            if item.samples
+            for seq in item.seq.drawn
+        ]
+        sampled, rows = [seq for seq, _ in drawn], [row for _, row in drawn]
+        if step.token_ids is not None:
+            return StepHandle(sampled, step.token_ids, step.done, rows)
+        logits = step.logits.index_select(0, self._inputs.to_device(torch.tensor(rows)))
+        return self._sample(logits.float(), sampled)
 
     def _sample(self, logits: torch.Tensor, sampled: list[Sequence]) -> StepHandle:
         settings = self.sampler.prepare([_sampling_row(seq) for seq in sampled])

@@ -46,9 +46,7 @@ def _biased(logits: Tensor, settings: RowSettings, rows: Tensor, positions: Tens
     return logits.scatter_add(1, settings.bias_ids[rows].long(), values)
 
 
-def _penalized(
-    logits: Tensor, settings: RowSettings, rows: Tensor, positions: Tensor, input_ids: Tensor
-) -> Tensor:
+def _penalized(logits: Tensor, settings: RowSettings, rows: Tensor, positions: Tensor, input_ids: Tensor) -> Tensor:
     """The step's own token is added to the counts first."""
     assert settings.counts is not None
     penalized = settings.field(row_settings.PENALIZED, torch.int32)[rows] != 0

@@ -97,9 +97,7 @@ def _num_programs(device: torch.device) -> int:
     return 2 ** (processors.bit_length() - 1)
 
 
-def draw_truncated(
-    what: tuple[Any, ...], token_hash: Tensor, space: Workspace, tokens: Tensor, adjusts: bool
-) -> None:
+def draw_truncated(what: tuple[Any, ...], token_hash: Tensor, space: Workspace, tokens: Tensor, adjusts: bool) -> None:
     """Write the tokens of the rows that space.peaks names. what: the arguments that _race of models.kernels.sampling
     begins with."""
     rows, vocab_size = what[0].shape

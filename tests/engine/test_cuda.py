@@ -192,7 +192,7 @@ def test_preempted_sequences_go_on_in_graphs_with_their_new_tables(tiny_llama: P
 def test_graphs_take_no_more_memory_than_was_set_aside(tiny_qwen3: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "pageturn.engine"):
         llm = LLM(tiny_qwen3, **{**GRAPHED, "max_num_seqs": 512, "dtype": "bfloat16"})
-    line = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("decode graphs:"))
+    line = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("graphs:"))
     used, limit = map(int, re.findall(r"(-?[0-9]+) MiB [(]at most ([0-9]+)[)]", line)[0])
     assert used <= limit and "left out" not in line, line
     llm.exit()

@@ -386,7 +386,7 @@ def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(ti
 @interpreted
 def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths on the device, block tables that grow, decodes beside chunks, the draw by the kernel."""
-    from engine import LLM
+    from engine import LLM, SamplingParams
     from engine.device import DeviceManager
     from engine.model_runner import ModelRunner
 
@@ -406,16 +406,17 @@ def test_a_decode_step_that_reads_nothing_but_its_buffers_has_the_greedy_tokens_
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph would capture, called anew: block tables in full width, padding rows, the draw into a buffer."""
-    from engine import LLM, SamplingParams, decode_graphs
+    from engine import LLM, SamplingParams, model_runner, step_graphs
     from engine.device import DeviceManager
+    from engine.graph_shapes import Shape
     from engine.model_runner import ModelRunner
     from fake_graphs import FakeRecorder
 
     monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
     monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)
-    monkeypatch.setattr(decode_graphs, "why_eager", lambda *args: None)
-    monkeypatch.setattr(decode_graphs, "CudaRecorder", FakeRecorder)
-    monkeypatch.setattr(decode_graphs, "graph_sizes", lambda most: [2, 4])
+    monkeypatch.setattr(step_graphs, "why_eager", lambda *args: None)
+    monkeypatch.setattr(step_graphs, "CudaRecorder", FakeRecorder)
+    monkeypatch.setattr(model_runner, "all_shapes", lambda *limits: [Shape(2), Shape(4), Shape(2, 64, 4)])
     llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=32, max_num_seqs=4, max_model_len=64)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])

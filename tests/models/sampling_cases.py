@@ -151,7 +151,7 @@ def test_a_row_of_unusable_logits_has_no_token_and_its_neighbours_do() -> None:
 
 
 def test_truncated_tokens_come_as_often_as_their_probability_says() -> None:
-    """Chi-square over 4000 seeds, of the tokens that top_k 12 and top_p 0.9 keep. The interpreter is too slow for it."""
+    """Chi-square over 4000 seeds, of the tokens that top_k 12 and top_p 0.9 keep. Too slow for the interpreter."""
     count = 4000
     logits = torch.linspace(3.0, -3.0, 40)[torch.randperm(40, generator=torch.Generator().manual_seed(5))]
     ranked = logits.softmax(0).sort(descending=True)

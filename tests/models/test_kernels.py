@@ -6,5 +6,6 @@ import pytest
 
 from tests.models.kernel_cases import *  # noqa: F403
 from tests.models.sampling_cases import *  # noqa: F403
+from tests.models.step_rows_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

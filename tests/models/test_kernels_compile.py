@@ -17,7 +17,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from models.kernels import gemv, paged_decode, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul, truncation
+from models.kernels import (
+    gemv,
+    paged_decode,
+    paged_prefill,
+    rmsnorm,
+    rope_cache,
+    sampling,
+    silu_mul,
+    step_rows,
+    truncation,
+)
 from models.kernels.paged_keys import Partials
 from models.kernels.row_settings import RowSettings
 
@@ -25,7 +35,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"} | {
-    torch.float64: "*fp64", torch.int16: "*i16",
+    torch.float64: "*fp64",
+    torch.int16: "*i16",
 }
 
 
@@ -94,6 +105,14 @@ def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
     for rows in range(1, gemv.MAX_ROWS + 1):
         gemv.gemv(qkv[:rows], qkv, None)
     assert len(compiled) == 5 + gemv.MAX_ROWS
+
+
+def test_step_rows(compiled: list[Any]) -> None:
+    words, halves, tables = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32), pages(64)[5]
+    step_rows.step_rows(
+        tables, words, halves, halves, halves, words, block_size=16, input_ids=words, step_tables=tables
+    )
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("cases", "at_least"), [("kernel_cases.py", 55), ("sampling_cases.py", 22)])
+@pytest.mark.parametrize(
+    ("cases", "at_least"), [("kernel_cases.py", 55), ("sampling_cases.py", 22), ("step_rows_cases.py", 3)]
+)
 def test_the_kernels_equal_their_references(cases: str, at_least: int) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/models/{cases}"]

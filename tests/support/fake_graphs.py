@@ -1,4 +1,4 @@
-"""Decode graphs without a card: a graph that calls the function it recorded, and the references of the kernels."""
+"""Step graphs without a card: a graph that calls the function it recorded, and the references of the kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import decode_graphs, sampler
+from engine import sampler, step_graphs
 from engine.device import DeviceManager
 from models import loader
 from models.batch import ForwardBatch
-from models.kernels import paged_decode, paged_prefill, rope_cache, sampling_reference
+from models.kernels import paged_decode, paged_prefill, rope_cache, sampling_reference, step_rows
 from models.layers.attention import AttentionBackend
 
 
@@ -80,10 +80,12 @@ class ReferenceBackend(AttentionBackend):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """From here on engines on a CPU use references for kernels, and capture decode steps."""
+    """From here on engines on a CPU use references for kernels, and capture steps."""
     patch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
     patch.setattr(loader, "get_backend", lambda name: ReferenceBackend())
     kernel = SimpleNamespace(sample=sampling_reference.reference)
     patch.setattr(sampler, "kernels", SimpleNamespace(load=lambda name, device: kernel))
-    patch.setattr(decode_graphs, "why_eager", lambda enforce_eager, *rest: "asked for" if enforce_eager else None)
-    patch.setattr(decode_graphs, "CudaRecorder", FakeRecorder)
+    rows = SimpleNamespace(step_rows=step_rows.reference)
+    patch.setattr(step_graphs, "kernels", SimpleNamespace(load=lambda name, device: rows))
+    patch.setattr(step_graphs, "why_eager", lambda enforce_eager, *rest: "asked for" if enforce_eager else None)
+    patch.setattr(step_graphs, "CudaRecorder", FakeRecorder)

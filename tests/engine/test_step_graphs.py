@@ -1,4 +1,4 @@
-"""Decode steps through graphs: the tokens of eager steps, whatever comes and goes, within a budget, or a reason."""
+"""Steps through graphs: the tokens of eager steps, whatever comes and goes, within a budget, or a reason."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, BeamSearchParams, SamplingParams, decode_graphs, model_runner
-from engine.decode_graphs import DecodeGraphs, capture_order, graph_sizes, why_eager
-from engine.decode_inputs import DecodeInputs
+from engine import LLM, BeamSearchParams, SamplingParams, model_runner, step_graphs
+from engine.graph_inputs import GraphInputs
+from engine.graph_shapes import Shape, all_shapes, capture_order, decode_sizes
+from engine.step_graphs import StepGraphs, why_eager
 from mixed_requests import prompts, serve
 from reference import assert_greedy
 
@@ -50,7 +51,7 @@ def reference(tiny_qwen3: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
 
 
-def graphs_of(llm: LLM) -> DecodeGraphs:
+def graphs_of(llm: LLM) -> StepGraphs:
     graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
     assert graphs is not None
     return graphs
@@ -107,16 +108,16 @@ CHATS = [
 def test_chats_with_truncation_and_penalties_have_the_tokens_of_eager_steps_and_never_leave_the_graphs_draw(
     graphed: LLM, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that arrives late makes a step of the others eager: the device's counts are behind afterwards."""
+    """Most tokens are counted before the host knows them; a late prompt comes in chunks beside the others."""
     drawn: list[bool] = []
-    launch = DecodeGraphs.launch
+    launch = StepGraphs.launch
 
-    def watched(self: DecodeGraphs, items: Any) -> Any:
-        step = launch(self, items)
+    def watched(self: StepGraphs, plan: Any, shape: Any) -> Any:
+        step = launch(self, plan, shape)
         drawn.append(step.token_ids is not None)
         return step
 
-    monkeypatch.setattr(DecodeGraphs, "launch", watched)
+    monkeypatch.setattr(StepGraphs, "launch", watched)
 
     def replies(llm: LLM) -> list[list[int]]:
         engine, found = llm.engine, {}
@@ -156,6 +157,61 @@ def test_a_replay_that_fails_counts_no_token_twice(graphed: LLM, tiny_qwen3: Pat
     assert calls > 8
 
 
+def long_prompts(count: int) -> list[list[int]]:
+    """Of 1 to 200 tokens, some with heads in common."""
+    return [[(7 * i + j * (3 + i % 2)) % 500 + 3 for j in range(1 + (37 * i) % 200)] for i in range(count)]
+
+
+@pytest.fixture
+def without_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(self: Any, plan: Any) -> Any:
+        pytest.fail(f"an eager step: {plan}")
+
+    monkeypatch.setattr(model_runner.StepInputs, "build", build)
+
+
+@pytest.mark.parametrize("budget", [64, 80, 300])
+def test_prompts_in_chunks_beside_decodes_run_in_graphs_and_have_the_greedy_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, without_eager_steps: None, tiny_qwen3: Path, reference: Any, budget: int
+) -> None:
+    import fake_graphs
+
+    fake_graphs.install(monkeypatch)
+    llm = LLM(tiny_qwen3, **SETTINGS | {"max_num_batched_tokens": budget, "max_num_seqs": 8})
+    asked = long_prompts(14)
+    for _ in range(2):  # the second time nearly all of each prompt is cached
+        assert_greedy(reference, asked, tokens(llm, asked, GREEDY))
+    assert llm.engine.stats.cached_tokens > 500
+    llm.exit()
+
+
+def test_a_step_behind_another_takes_its_ids_from_there(
+    graphed: LLM, without_eager_steps: None, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most decodes are launched without the host knowing their token; two prompts come later, in steps of their own."""
+    told: list[tuple[int, int]] = []
+    send = GraphInputs.send
+
+    def watched(self: GraphInputs, items: Any, *rest: Any) -> bool:
+        unknown = sum(item.start + item.num_tokens > len(item.seq.token_ids) for item in items)
+        told.append((unknown, len(items)))
+        return send(self, items, *rest)
+
+    monkeypatch.setattr(GraphInputs, "send", watched)
+    engine, replies = graphed.engine, {}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    asked = long_prompts(9)[2:7]
+    ids = [engine.add_request(prompt, params) for prompt in asked[:3]]
+    for step in range(80):
+        if step in (9, 12):
+            ids.append(engine.add_request(asked[len(ids)], params))
+        for out in engine.step():
+            replies.setdefault(out.request_id, []).extend(out.new_token_ids)
+    assert_greedy(reference, asked, [replies[i] for i in ids])
+    assert sum(unknown for unknown, _ in told) > 0.8 * 5 * 19, "tokens were waited for"
+    assert any(0 < unknown < count for unknown, count in told), "no prompt came beside a decode of an unknown token"
+
+
 def test_beams_are_those_of_eager_steps(graphed: LLM, tiny_qwen3: Path) -> None:
     beams = BeamSearchParams(beam_width=3, max_tokens=10)
     eager, found = (
@@ -177,20 +233,22 @@ def test_capturing_and_padding_write_nothing_to_the_cache(graphed: LLM) -> None:
 def test_a_table_is_sent_as_a_whole_once_and_then_grows_on_the_device(
     graphed: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    introduce, sent = DecodeInputs._introduce, []
+    introduce, sent = GraphInputs._introduce, []
 
-    def watched(self: DecodeInputs, seq: Any, num_blocks: int) -> Any:
+    def watched(self: GraphInputs, seq: Any, num_blocks: int) -> Any:
         sent.append(seq.seq_id)
         return introduce(self, seq, num_blocks)
 
-    monkeypatch.setattr(DecodeInputs, "_introduce", watched)
+    monkeypatch.setattr(GraphInputs, "_introduce", watched)
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # ten blocks of four tokens
     tokens(graphed, prompts(4), long)
     assert len(sent) == len(set(sent)) == 4
 
 
-def test_a_mixed_step_between_graphs_leaves_no_gap_in_the_tables(graphed: LLM, reference: Any) -> None:
+def test_an_eager_step_between_graphs_leaves_no_gap_in_the_tables(graphed: LLM, reference: Any) -> None:
     """While a long prompt is computed in chunks, the others decode eagerly over block borders."""
+    graphs = graphs_of(graphed)
+    graphs.shapes = [shape for shape in graphs.shapes if not shape.tokens]
     first, second = [5, 6, 7], [(11 * i) % 500 + 3 for i in range(200)]
     engine, replies = graphed.engine, {}
     params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
@@ -236,45 +294,70 @@ def test_logits_that_are_not_finite_end_their_own_request_only(graphed: LLM, ref
     assert_greedy(reference, others, [out.token_ids for out in good])
 
 
-# ---------------------------------------------------------------------- sizes, budget, reasons
+# ---------------------------------------------------------------------- shapes, budget, reasons
+
+
+def test_every_step_within_the_limits_has_a_shape_that_pads_it_little() -> None:
+    shapes = all_shapes(256, 8192)
+    assert shapes == sorted(shapes, key=lambda shape: shape.total)
+
+    def shape_of(*size: int) -> Shape:
+        return next(shape for shape in shapes if shape.holds(*size))
+
+    assert shape_of(0, 64, 1) == Shape(0, 64, 8)
+    for tokens in range(1, 8193, 13):
+        padded = shape_of(0, tokens, min(tokens, 4)).tokens
+        assert padded - tokens <= max(64, tokens / 4)
+    for decodes in (1, 7, 8, 9, 40, 129, 256):
+        for tokens, chunks in ((1, 1), (64, 4), (65, 2), (1000, 30), (8192, 64)):
+            assert shape_of(decodes, tokens, chunks).decodes >= decodes
+    assert not any(shape.holds(257, 0, 0) or shape.holds(0, 8193, 1) for shape in shapes)
+    assert all(shape.chunks <= 3 for shape in all_shapes(3, 8192))
+    assert all_shapes(2, 16) == [Shape(1), Shape(2), Shape(0, 16, 2), Shape(2, 16, 2)]
+    assert Shape(0, 3000, 128) in all_shapes(256, 3000), "a full step of a long prompt's chunks"
 
 
 def test_few_rows_have_graphs_of_their_own_and_the_largest_is_the_engines_limit() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(4096)[-1] == 512
-    assert graph_sizes(300)[-3:] == [272, 288, 300]
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(4096)[-1] == 512
+    assert decode_sizes(300)[-3:] == [272, 288, 300]
 
 
 def test_the_largest_graph_is_captured_first_and_what_a_budget_cuts_are_the_sizes_between_powers_of_two() -> None:
-    assert capture_order([1, 2, 4, 8, 16, 24, 32, 40]) == [40, 32, 16, 8, 4, 2, 1, 24]
+    decodes = [Shape(size) for size in (1, 2, 4, 8, 16, 24, 32, 40)]
+    order = capture_order([*decodes, Shape(0, 64, 4), Shape(0, 80, 4), Shape(8, 128, 4)])
+    assert order[:2] == [Shape(8, 128, 4), Shape(40)]
+    assert [shape.decodes for shape in order[2:8]] == [32, 16, 8, 4, 2, 1]
+    assert order[8:] == [Shape(0, 64, 4), Shape(24), Shape(0, 80, 4)]
 
 
 @pytest.mark.parametrize("limit", ["memory", "time"])
 def test_a_budget_that_is_used_up_leaves_sizes_out_and_says_so(
-    graphed: LLM, limit: str, caplog: pytest.LogCaptureFixture
+    graphed: LLM, limit: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fake_graphs import FakeRecorder
+    import fake_graphs
 
+    fake_graphs.install(monkeypatch)
     runner: Any = graphed.engine.runner
-    inputs = DecodeInputs(runner._tables, runner.sampler, 4, 9, torch.device("cpu"))
-    recorder: Any = FakeRecorder(used=100)
-    graphs = DecodeGraphs(runner.model, runner.sampler, inputs, [1, 2, 4, 8, 9], 4, torch.device("cpu"), recorder)
-    assert not graphs.fits(1)
+    shapes = [Shape(size) for size in (1, 2, 4, 8, 9)]
+    inputs = GraphInputs(runner._tables, runner.sampler.vocab_size, 4, shapes, torch.device("cpu"))
+    recorder: Any = fake_graphs.FakeRecorder(used=100)
+    graphs = StepGraphs(runner.model, runner.sampler, inputs, shapes, 4, torch.device("cpu"), recorder)
     stages: list[tuple[str, float]] = []
     budget, seconds = (250, 60.0) if limit == "memory" else (10**9, -1.0)
     with caplog.at_level(logging.INFO, "pageturn.engine"):
         graphs.capture(budget, lambda stage, percent: stages.append((stage, percent)), seconds)
     if limit == "memory":
-        assert graphs.sizes == [4, 8, 9] and graphs.fits(1) and not graphs.fits(10)
+        assert graphs.shapes == [Shape(4), Shape(8), Shape(9)]
         assert "left out: 1, 2" in caplog.text
     else:
-        assert graphs.sizes == [] and "left out: 1, 2, 4, 8, 9" in caplog.text
+        assert graphs.shapes == [] and "left out: 1, 2, 4, 8, 9" in caplog.text
     assert stages[0] == ("capturing graphs", 0.0) and stages[-1] == ("capturing graphs", 100.0)
 
 
 def test_a_step_larger_than_every_graph_is_eager(graphed: LLM, reference: Any) -> None:
-    graphs_of(graphed).sizes = [1, 2, 4]
+    graphs_of(graphed).shapes = [Shape(1), Shape(2), Shape(4)]
     assert_greedy(reference, prompts(7), tokens(graphed, prompts(7), GREEDY))
 
 
@@ -284,7 +367,7 @@ def test_enforce_eager_captures_nothing_and_the_log_says_why(
     with caplog.at_level(logging.INFO, "pageturn.engine"):
         llm = LLM(tiny_llama, **SETTINGS, enforce_eager=True)
     assert llm.engine.runner.graphs is None  # type: ignore[attr-defined]
-    assert "decode graphs: none (enforce_eager is set)" in caplog.text
+    assert "graphs: none (enforce_eager is set)" in caplog.text
     llm.exit()
 
 
@@ -301,6 +384,6 @@ def test_what_cannot_be_captured_has_a_reason(graphed: LLM, make_tiny_model: Any
     card.attention_backend = "sdpa"
     assert "sdpa" in str(why_eager(False, card, plain.model, runner.sampler, 1))  # type: ignore[arg-type, attr-defined]
     model: Any = plain.model  # type: ignore[attr-defined]
-    for layer in decode_graphs.attention_layers(model):
-        layer.backend = decode_graphs.attention_layers(runner.model)[0].backend
+    for layer in step_graphs.attention_layers(model):
+        layer.backend = step_graphs.attention_layers(runner.model)[0].backend
     assert "dynamic" in str(why_eager(False, card, model, runner.sampler, 1))  # type: ignore[arg-type]

@@ -1,0 +1,246 @@
+"""GraphInputs: what a captured step reads, at addresses that never change.
+
+All that changes in every step lies in one buffer and reaches the device in one copy. The block tables live on the
+device, in rows that belong to a sequence for as long as it runs; a step is sent the block of its last token and
+gathers its rows there, so that only a new or remade table is ever sent as a whole. What a row's draw needs is sent when
+the sequence comes (GraphSampling): per step and decode the host does little but look up the last token, and not even
+that where the token is still on its way from the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.block_tables import BlockTables, TableRow
+from engine.graph_sampling import GraphSampling
+from engine.graph_shapes import Shape
+from engine.scheduler import ScheduledSequence
+from engine.sequence import Sequence
+
+# The buffer's columns: of 64-bit words one for each token, then one for each sequence; then 32-bit ones, likewise one
+# for each sequence, the last with one more place.
+_TOKEN_COLUMNS = _IDS, _POSITIONS, _SLOTS = range(3)
+_ROW_COLUMNS = _TABLE_ROWS, _DRAW_ROWS, _DRAWN, _LAST = range(4)
+_SHORT_COLUMNS = _CONTEXTS, _BLOCKS, _SOURCES, _STARTS = range(4)
+_IN_FLIGHT = 2  # steps whose inputs stand in host memory at a time
+
+
+@dataclass(slots=True)
+class GraphBuffers:
+    """What steps of one shape, of T rows and S sequences, read on the device. Padding rows have slot -1; padding
+    sequences have context 0, and no rows unless they are decodes.
+
+    input_ids, positions, slots   int64 [T]      as in ForwardBatch
+    table_rows                    int64 [S]      rows of the device's block tables
+    draw_rows, drawn_positions    int64 [S]      whose settings the draw goes by, and the place of the token it draws
+    last_tokens                   int64 [S]      rows of each sequence's last token: those that are sampled from
+    context_lens                  int32 [S]
+    blocks                        int32 [S]      the block of each sequence's last token
+    sources                       int32 [S]      see models.kernels.step_rows
+    query_start                   int32 [S + 1]
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    table_rows: Tensor
+    draw_rows: Tensor
+    drawn_positions: Tensor
+    last_tokens: Tensor
+    context_lens: Tensor
+    blocks: Tensor
+    sources: Tensor
+    query_start: Tensor
+
+
+class GraphInputs:
+    """Inputs of steps of the given shapes. tables int32 [max_num_seqs + 1, max_blocks_per_seq], on the device; the last
+    row is the padding's. step_tables has those of a step's sequences.
+
+    drawn: by sequence id, the row in which the last step that was sent draws that sequence's token.
+    """
+
+    def __init__(
+        self, tables: BlockTables, vocab_size: int, block_size: int, shapes: list[Shape], device: torch.device
+    ) -> None:
+        num_rows, self._width = tables.array.shape
+        self._host_tables = tables
+        self._block_size = block_size
+        self._padding_row = num_rows
+        self._sampling = GraphSampling(num_rows, vocab_size, device)
+        self.settings = self._sampling.settings
+        self.tables = torch.zeros(num_rows + 1, self._width, dtype=torch.int32, device=device)
+        most = max(shape.sequences for shape in shapes)
+        self.step_tables = torch.zeros(most, self._width, dtype=torch.int32, device=device)
+        self._storage = torch.zeros(max(map(_num_words, shapes)), dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        self._host: dict[tuple[Shape, int], dict[str, np.ndarray]] = {}
+        self.drawn: dict[int, int] = {}
+
+    def buffers(self, shape: Shape) -> GraphBuffers:
+        """The device's buffers for steps of a shape; those of all shapes lie in the same memory."""
+        return _cut(self._storage, shape)
+
+    def can_follow(self, items: list[ScheduledSequence]) -> bool:
+        """Whether a step of these can be sent before the tokens of the last one are known: each that is missing is one
+        that the last step draws, and the captured draw is all that the new step needs."""
+        for item in items:
+            seq, end = item.seq, item.start + item.num_tokens
+            known = end <= len(seq.token_ids)
+            if not known and seq.seq_id not in self.drawn:
+                return False
+            if item.samples and (len(seq.drawn) > 1 or not self._sampling.draws(seq, end)):
+                return False
+        return True
+
+    def send(self, items: list[ScheduledSequence], num_decodes: int, shape: Shape, turn: int) -> bool:
+        """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
+        the device must have read. Returns whether the captured draw is all that the step needs."""
+        host = self._host.get((shape, turn)) or self._host_buffer(shape, turn)
+        sequences, drawn_before, self.drawn = [], self.drawn, {}
+        count, samples = len(items), True
+        rows, sources = np.empty(count, np.int64), np.full(count, -1, np.int32)
+        last_blocks, ends = np.empty(count, np.int64), np.empty(count, np.int64)
+        ids: list[int] = []
+        for i, item in enumerate(items):
+            seq = item.seq
+            end = item.start + item.num_tokens
+            table, at = seq.block_table, (end - 1) // self._block_size
+            rows[i] = self._row(seq, at, whole=i >= num_decodes).index
+            last_blocks[i], ends[i] = table[at], end
+            if item.samples:
+                self.drawn[seq.seq_id] = i if i < num_decodes else shape.decodes + i - num_decodes
+                samples = samples and not seq.forks
+            if i < num_decodes:
+                if end <= len(seq.token_ids):
+                    ids.append(seq.token_ids[end - 1])
+                else:
+                    ids.append(0)
+                    sources[i] = drawn_before[seq.seq_id]
+            else:
+                sequences.append(item)
+        self._fill_rows(host, shape, items, num_decodes, rows, ends, last_blocks, sources)
+        n = num_decodes
+        host["input_ids"][:n] = ids
+        host["positions"][:n] = ends[:n] - 1
+        host["slots"][:n] = last_blocks[:n] * self._block_size + (ends[:n] - 1) % self._block_size
+        host["input_ids"][n : shape.decodes] = host["positions"][n : shape.decodes] = 0
+        host["slots"][n : shape.decodes] = -1
+        if shape.tokens:
+            self._fill_chunks(host, shape, sequences, rows[n:])
+        used = _num_words(shape)
+        self._storage[:used].copy_(self._pinned[turn][:used], non_blocking=True)
+        sampled = [i for i, item in enumerate(items) if item.samples]
+        if len(sampled) < count:
+            items, rows, ends = [items[i] for i in sampled], rows[sampled], ends[sampled]
+        if not (self._sampling.prepare(items, rows, ends) and samples):
+            self.drawn = {}  # what the graph draws is not what is taken
+            return False
+        return True
+
+    # -- internals ------------------------------------------------------------------------------------
+
+    def _row(self, seq: Sequence, at: int, whole: bool) -> TableRow:
+        """The sequence's row on the device, complete but for the block at index `at`."""
+        row = self._host_tables.rows.get(seq.seq_id)
+        if row is None or row.num_sent < at or row.source is not seq.block_table:
+            row = self._introduce(seq, at)
+        row.num_sent = max(row.num_sent, at + 1)
+        if whole and row.filled <= at:
+            row = self._host_tables.row(seq)  # whose array the chunk's slots are looked up in
+        return row
+
+    def _introduce(self, seq: Sequence, num_blocks: int) -> TableRow:
+        """Send the first blocks of a table that the device does not know, and what the sequence's draw needs."""
+        row = self._host_tables.row(seq)
+        is_new = row.num_sent < 0
+        if num_blocks:
+            # Not from pinned memory: the copy has left the host's when the call returns.
+            known = torch.from_numpy(self._host_tables.array[row.index, :num_blocks])
+            self.tables[row.index, :num_blocks].copy_(known, non_blocking=True)
+        row.num_sent = num_blocks
+        if is_new:
+            self._sampling.introduce(row.index, seq)
+        return row
+
+    def _fill_rows(
+        self,
+        host: dict[str, np.ndarray],
+        shape: Shape,
+        items: list[ScheduledSequence],
+        n: int,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        last_blocks: np.ndarray,
+        sources: np.ndarray,
+    ) -> None:
+        """The columns of a place for each sequence: decodes from 0, chunks from shape.decodes on, padding between."""
+        for first, stop, values in ((0, shape.decodes, slice(0, n)), (shape.decodes, shape.sequences, slice(n, None))):
+            count = len(rows[values])
+            here, rest = slice(first, first + count), slice(first + count, stop)
+            host["table_rows"][here] = rows[values]
+            host["draw_rows"][here] = rows[values]
+            host["drawn_positions"][here] = host["context_lens"][here] = ends[values]
+            host["blocks"][here] = last_blocks[values]
+            host["sources"][here] = sources[values]
+            host["table_rows"][rest] = host["draw_rows"][rest] = self._padding_row
+            host["drawn_positions"][rest] = host["context_lens"][rest] = host["blocks"][rest] = 0
+            host["sources"][rest] = -1
+        for i in [i for i, item in enumerate(items) if not item.samples]:
+            # What this draws is nobody's: as a padding row it costs the least, and counts no token.
+            host["draw_rows"][shape.decodes + i - n] = self._padding_row
+        host["last_tokens"][: shape.decodes] = np.arange(shape.decodes)
+        host["query_start"][: shape.decodes + 1] = np.arange(shape.decodes + 1)
+
+    def _fill_chunks(
+        self, host: dict[str, np.ndarray], shape: Shape, chunks: list[ScheduledSequence], rows: np.ndarray
+    ) -> None:
+        size, offset = self._block_size, shape.decodes
+        starts, last = host["query_start"], host["last_tokens"]
+        for i, item in enumerate(chunks):
+            stop = offset + item.num_tokens
+            where = np.arange(item.start, item.start + item.num_tokens)
+            blocks = self._host_tables.array[rows[i], where // size]
+            host["input_ids"][offset:stop] = item.seq.token_ids[item.start : item.start + item.num_tokens]
+            host["positions"][offset:stop] = where
+            host["slots"][offset:stop] = blocks * np.int64(size) + where % size
+            starts[shape.decodes + i], last[shape.decodes + i] = offset, stop - 1
+            offset = stop
+        starts[shape.decodes + len(chunks) :] = offset
+        last[shape.decodes + len(chunks) :] = shape.decodes
+        host["input_ids"][offset:] = host["positions"][offset:] = 0
+        host["slots"][offset:] = -1
+
+    def _host_buffer(self, shape: Shape, turn: int) -> dict[str, np.ndarray]:
+        cut = _cut(self._pinned[turn], shape)
+        views = {name: getattr(cut, name).numpy() for name in GraphBuffers.__slots__}
+        self._host[shape, turn] = views
+        return views
+
+
+def _padded(size: int) -> int:
+    """Columns start at multiples of 16 bytes, which kernels load from as a whole."""
+    return size + size % 2
+
+
+def _num_words(shape: Shape) -> int:
+    """Of 64 bits."""
+    tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
+    return len(_TOKEN_COLUMNS) * tokens + len(_ROW_COLUMNS) * rows + len(_SHORT_COLUMNS) * short
+
+
+def _cut(storage: Tensor, shape: Shape) -> GraphBuffers:
+    """A step's columns in the words of `storage`."""
+    tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
+    edges = [len(_TOKEN_COLUMNS) * tokens, len(_ROW_COLUMNS) * rows, len(_SHORT_COLUMNS) * short]
+    by_token, by_row, by_half = storage[: sum(edges)].split(edges)
+    long = [*by_token.view(-1, tokens)[:, : shape.total], *by_row.view(-1, rows)[:, : shape.sequences]]
+    halves = [column.view(torch.int32) for column in by_half.view(-1, short)]
+    return GraphBuffers(
+        *long, *(half[: shape.sequences] for half in halves[:_STARTS]), halves[_STARTS][: shape.sequences + 1]
+    )
