@@ -239,8 +239,11 @@ def _cut(storage: Tensor, shape: Shape) -> GraphBuffers:
     tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
     edges = [len(_TOKEN_COLUMNS) * tokens, len(_ROW_COLUMNS) * rows, len(_SHORT_COLUMNS) * short]
     by_token, by_row, by_half = storage[: sum(edges)].split(edges)
-    long = [*by_token.view(-1, tokens)[:, : shape.total], *by_row.view(-1, rows)[:, : shape.sequences]]
-    halves = [column.view(torch.int32) for column in by_half.view(-1, short)]
+    ids, positions, slots = by_token.view(-1, tokens)[:, : shape.total]
+    table_rows, draw_rows, drawn_positions, last_tokens = by_row.view(-1, rows)[:, : shape.sequences]
+    halves = by_half.view(torch.int32).view(-1, 2 * short)
+    contexts, blocks, sources = halves[:_STARTS, : shape.sequences]
+    starts = halves[_STARTS, : shape.sequences + 1]
     return GraphBuffers(
-        *long, *(half[: shape.sequences] for half in halves[:_STARTS]), halves[_STARTS][: shape.sequences + 1]
+        ids, positions, slots, table_rows, draw_rows, drawn_positions, last_tokens, contexts, blocks, sources, starts
     )

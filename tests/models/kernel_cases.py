@@ -402,7 +402,7 @@ def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypat
 
 
 @interpreted
-def test_a_decode_step_that_reads_nothing_but_its_buffers_has_the_greedy_tokens_of_transformers(
+def test_steps_that_read_nothing_but_their_buffers_have_the_greedy_tokens_of_transformers(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph would capture, called anew: block tables in full width, padding rows, the draw into a buffer."""
@@ -420,5 +420,5 @@ def test_a_decode_step_that_reads_nothing_but_its_buffers_has_the_greedy_tokens_
     llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=32, max_num_seqs=4, max_model_len=64)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
-    assert llm.engine.runner.graphs._recorder.replays == 2  # type: ignore[attr-defined]
+    assert llm.engine.runner.graphs._recorder.replays == 3  # type: ignore[attr-defined]
     llm.exit()
