@@ -4,7 +4,8 @@ What is kept is a prefix of the tokens ranked by logit, then id: those before wh
 than top_p of the mass stand. Its end does not depend on the noise. So first the lowest logit that is kept is found by
 bisection, on logits written as integers of the same order: a pass over the row counts and weighs the tokens above
 each of eight pivots, of which the next interval follows, and notes the least and the largest key within the interval,
-which end the search early: bf16 logits have few values. 3 bits a pass, at most 11 passes, usually 4 to 6. Where
+which end the search early: bf16 logits have few values. The first pass looks near the largest logit, each later one
+finds 3 bits: usually 4 or 5 passes, at most 12. Where
 top_p refers to what top_k left, that is found first. Then the tokens tied at that logit are counted, lowest id first,
 and a last pass races those that are kept; blocks that keep nothing draw no noise.
 
@@ -157,7 +158,8 @@ def _truncated(
     for turn in range(team, num_asked, PROGRAMS // members):
         row = tl.sum(tl.where((place == turn) & (asked != 0), candidate, 0), 0).to(tl.int64)
         index, position, peak = tl.load(rows + row), tl.load(positions + row), tl.load(peaks + row)
-        scale = log2_scale(single_field(words, index, TEMPERATURE))
+        heat = single_field(words, index, TEMPERATURE)
+        scale = log2_scale(heat)
         top_k = int_field(words, index, TOP_K)
         top_p = tl.load(words.to(tl.pointer_type(tl.float64)) + index * WORDS + TOP_P)
         last = -1  # the row's own token: by now _final has counted it
@@ -168,6 +170,7 @@ def _truncated(
         high = _key(peak).to(tl.int64)
         num_above, num_from_low = tl.full((), 0, tl.int32), tl.full((), VOCAB_SIZE, tl.int32)
         above_mass, total = tl.full((), 0.0, tl.float64), tl.full((), -1.0, tl.float64)
+        passes = 0
         for by_mass in range(2):
             wanted = tl.where(by_mass == 1, top_p < 1.0, top_k > 0)
             if (by_mass == 1) & wanted & (top_k > 0):
@@ -179,6 +182,11 @@ def _truncated(
                 num_above, above_mass = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
             while wanted & (high - low > 1):
                 pivots = low + (high - low) * pivot // PIVOTS
+                if passes == 0:
+                    # Most boundaries are near the largest logit: at 1/2, 1, 2, ..., 32 below it, in units of the heat.
+                    near = _key(peak - heat * tl.exp2(6.0 - pivot)).to(tl.int64)
+                    pivots = tl.where(pivot == 0, low, tl.minimum(near, high - 1))
+                passes += 1
                 more = tl.zeros([PIVOTS, BLOCK], tl.int32)
                 mass = tl.zeros([PIVOTS, BLOCK], tl.float64)
                 least, most = tl.full([BLOCK], 2147483647, tl.int32), tl.full([BLOCK], LOWEST, tl.int32)
@@ -190,13 +198,14 @@ def _truncated(
                         bias_ids, bias_values, bias_until, counts, VOCAB_SIZE, ADJUSTS,
                     )  # fmt: skip
                     key = tl.where(inside, _key(logit), LOWEST)
-                    weight = _weight(logit, peak, scale).to(tl.float64)
-                    beyond = key[None, :] > pivots.to(tl.int32)[:, None]
-                    more += beyond.to(tl.int32)
-                    mass += tl.where(beyond, weight[None, :], 0.0)
-                    between = (key > low.to(tl.int32)) & (key <= high.to(tl.int32))
-                    least = tl.minimum(least, tl.where(between, key, 2147483647))
-                    most = tl.maximum(most, tl.where(between, key, LOWEST))
+                    if tl.max(key, 0) > low.to(tl.int32):
+                        weight = _weight(logit, peak, scale).to(tl.float64)
+                        beyond = key[None, :] > pivots.to(tl.int32)[:, None]
+                        more += beyond.to(tl.int32)
+                        mass += tl.where(beyond, weight[None, :], 0.0)
+                        between = (key > low.to(tl.int32)) & (key <= high.to(tl.int32))
+                        least = tl.minimum(least, tl.where(between, key, 2147483647))
+                        most = tl.maximum(most, tl.where(between, key, LOWEST))
                 slot = (meeting % 2) * PROGRAMS + program
                 tl.store(above + slot * PIVOTS + pivot, tl.sum(more, 1))
                 tl.store(masses + slot * PIVOTS + pivot, tl.sum(mass, 1))
@@ -235,7 +244,7 @@ def _truncated(
             room = tl.ceil((top_p * total - above_mass) / level)
             fitting = tl.minimum(fitting, tl.minimum(room, 1.0 * VOCAB_SIZE).to(tl.int32))
         passed = tl.full((), 0, tl.int32)
-        if bounded:
+        if bounded & (fitting < num_from_low - num_above):
             tied_here = tl.zeros([BLOCK], tl.int32)
             for start in range(first, end, BLOCK):
                 token = start + lane
