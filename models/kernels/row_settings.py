@@ -79,12 +79,8 @@ def pack(
     row.view(np.float64)[TOP_P] = top_p
     singles[TEMPERATURE], singles[MIN_P] = temperature, min_p
     singles[REPETITION], singles[PRESENCE], singles[FREQUENCY] = repetition, presence, frequency
-    ints[TOP_K], ints[NUM_BIASES], ints[PENALIZED], ints[PROMPT_TOKENS] = (
-        top_k,
-        num_biases,
-        penalized,
-        num_prompt_tokens,
-    )
+    ints[TOP_K], ints[NUM_BIASES] = top_k, num_biases
+    ints[PENALIZED], ints[PROMPT_TOKENS] = penalized, num_prompt_tokens
     ints[TRUNCATED] = temperature > 0 and (top_k > 0 or top_p < 1.0 or min_p > 0.0)
 
 

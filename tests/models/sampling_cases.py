@@ -142,7 +142,8 @@ def test_a_row_of_unusable_logits_has_no_token_and_its_neighbours_do() -> None:
     logits[2, 7] = torch.inf
     logits[3] = -torch.inf
     logits[4, :2990] = -torch.inf  # one whole part and most of the next: still a usable row
-    for settings in ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.2}):
+    choices: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.2}]
+    for settings in choices:
         sequences = [sequence(SamplingParams(**settings), 1, [5]) for _ in range(7)]
         sequences[5].params = SamplingParams()
         tokens = Draw(sequences, 3000)(logits)
@@ -194,7 +195,7 @@ def test_penalties_over_steps_are_those_of_transformers_and_of_the_openai_api() 
             seq = sequences[row]
             scores = logits[row : row + 1].float()
             if repetition != 1.0:
-                scores = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([seq.token_ids]), scores)
+                scores = RepetitionPenaltyLogitsProcessor(repetition)(torch.LongTensor([seq.token_ids]), scores)
             counts = torch.bincount(torch.tensor(seq.token_ids[9:], dtype=torch.int64), minlength=vocab_size)
             scores = scores[0] - presence * (counts > 0) - frequency * counts
             expected.append(int(scores.argmax()))
