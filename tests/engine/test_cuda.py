@@ -74,8 +74,14 @@ def test_preempted_requests_on_the_card_lose_no_token(tiny_llama: Path, backend:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"repetition_penalty": 1.1}, {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}],
-    ids=["by the kernel", "by the kernel, penalized", "truncated"],
+    [
+        {},
+        {"repetition_penalty": 1.1},
+        {"top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1},
+        {"min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"top_k": 20, "logit_bias": {5: 3.0, 9: -100.0}, "min_tokens": 9},
+    ],
+    ids=["plain", "penalized", "top_k, top_p, penalized", "min_p, penalized", "top_k, biased, banned"],
 )
 def test_seeded_sampling_is_the_same_on_card_and_cpu(tiny_llama: Path, settings: dict) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, **settings)
