@@ -29,7 +29,7 @@ class GraphSampling:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.settings = RowSettings.zeros(num_rows + 1, vocab_size, device)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._device = vocab_size, device
         self._drawn_from = np.zeros(num_rows, np.int64)  # the position from which on the captured draw does
         self._is_penalized = np.zeros(num_rows, np.bool_)
         self._next_position = np.zeros(num_rows, np.int64)  # that the counts of a penalized row are right for
@@ -82,10 +82,12 @@ class GraphSampling:
         return bool((self._drawn_from[index] <= positions).all())
 
     def _send_counts(self, index: int, seq: Sequence, num_tokens: int) -> None:
-        """Count the first num_tokens tokens of the sequence, of which the prompt is always known."""
+        """Count the first num_tokens tokens of the sequence, of which the prompt is always known. Only what is not zero
+        is sent: a copy of a whole row would wait for the step in flight."""
         assert self.settings.counts is not None and len(seq.token_ids) >= num_tokens
         prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens : num_tokens]
-        _send(self.settings.counts[index], count_tokens(prompt, output, self._vocab_size))
+        ids, values = (torch.from_numpy(a).to(self._device) for a in count_tokens(prompt, output, self._vocab_size))
+        self.settings.counts[index].zero_().index_copy_(0, ids, values)
 
 
 def _drawn_from(seq: Sequence) -> int:

@@ -18,6 +18,9 @@ and all that rank after it and take the next. The result is exactly that of mask
 since each strikes out about half of the excess by mass; a small top_k, whose excess is large, is cut at the
 k-th largest logit beforehand.
 
+So it goes on a CPU. A card has kernels for it, which take the step's settings from device arrays and never wait for
+the host: models.kernels.sampling. Captured steps apply bias and penalties there too, see engine.graph_sampling.
+
 Equal logits rank by token id, lowest first, everywhere: greedy, top_k and top_p are exact and repeatable. All
 decisions are per row, so a row's token never depends on its neighbours.
 """
@@ -217,10 +220,11 @@ class Sampler:
         self._kernel.sample(logits, settings, rows, positions, self._noise.token_hash, input_ids=input_ids, out=out)
 
     def warm_up(self) -> None:
-        """Draw once from even logits, so that the first request does not wait for kernels to be compiled."""
-        row = SamplingRow(-1, SamplingParams(), 0, 0, (), ())
-        self(torch.zeros(1, self.vocab_size, device=self.device), self.prepare([row]))
-        self.forget(-1)
+        """Draw from even logits, so that the first request does not wait for kernels to be compiled."""
+        for params in (SamplingParams(), SamplingParams(top_p=0.5)):
+            row = SamplingRow(-1, params, 0, 0, (), ())
+            self(torch.zeros(1, self.vocab_size, device=self.device), self.prepare([row]))
+            self.forget(-1)
 
     def forget(self, request_id: int) -> None:
         """Drop the state of a request that has ended; an unknown id is a no-op."""

@@ -155,7 +155,7 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others. out: where they are to
-        stand, on the only rank."""
+        stand, on the only rank, of lm_head.out_dtype."""
         return self.gather_vocab(self.lm_head(hidden, out))
 
     def bind_kv_cache(self, kv: Tensor) -> None:

@@ -84,8 +84,9 @@ def pack(
     ints[TRUNCATED] = temperature > 0 and (top_k > 0 or top_p < 1.0 or min_p > 0.0)
 
 
-def count_tokens(prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> np.ndarray:
-    """A row of RowSettings.counts."""
+def count_tokens(prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is not zero in a row of RowSettings.counts: its ids, int64 [K], and values, int16 [K]."""
     counts = np.bincount(np.array(output_ids, np.int64), minlength=vocab_size).astype(np.uint16)
     counts[np.array(prompt_ids, np.int64)] |= IN_PROMPT
-    return counts.view(np.int16)
+    ids = counts.nonzero()[0]
+    return ids, counts[ids].view(np.int16)

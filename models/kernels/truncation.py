@@ -49,6 +49,7 @@ from models.kernels.adjusted import (
 _BLOCK = 1024
 _WARPS = 16
 _MAX_TEAM = 64
+_FEW_ROWS = 1024  # one kernel serves as many, so that none is compiled while requests wait
 PIVOTS = tl.constexpr(8)
 LOWEST = tl.constexpr(-(2**31))  # below the key of every logit
 BELOW_ALL = tl.constexpr(-2139095042)  # one less than the key of -inf
@@ -105,7 +106,7 @@ def draw_truncated(what: tuple[Any, ...], token_hash: Tensor, space: Workspace, 
     programs = space.arrivals.shape[0]
     _truncated[(programs,)](
         *what, token_hash, space.peaks, space.arrivals, space.above, space.masses, space.ranges, space.scores,
-        space.winners, tokens, rows, VOCAB_SIZE=vocab_size, ROWS_PADDED=triton.next_power_of_2(rows),
+        space.winners, tokens, rows, VOCAB_SIZE=vocab_size, ROWS_PADDED=max(_FEW_ROWS, triton.next_power_of_2(rows)),
         PROGRAMS=programs, MAX_TEAM=min(_MAX_TEAM, programs), BLOCK=_BLOCK, ADJUSTS=adjusts, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -133,7 +134,7 @@ def _meet(arrivals, team, meeting, members):
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _truncated(
     logits, row_stride, words, rows, positions, _input_ids, bias_ids, bias_values, bias_until, counts,
     token_hash, peaks, arrivals, above, masses, ranges, scores, winners, tokens, num_rows,
