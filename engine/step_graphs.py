@@ -228,12 +228,12 @@ def why_eager(enforce_eager: bool, device: DevicePlan, model: Any, sampler: Samp
 
 
 def memory_budget(shapes: list[Shape], model: ModelConfig) -> int:
-    """Bytes that graphs of these shapes may take: logits in two precisions, the largest step's activations, and each
-    graph's own."""
+    """Bytes that graphs of these shapes may take: logits in two precisions, the counts of tokens that penalties need (2
+    bytes a row and token), the largest step's activations, and each graph's own."""
     rows, tokens = max(shape.sequences for shape in shapes), max(shape.total for shape in shapes)
     width = 6 * model.hidden_size + 3 * model.intermediate_size
     width += 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    return 256 * _MIB + 2 * 4 * rows * model.vocab_size + 2 * 2 * tokens * width + 4 * _MIB * len(shapes)
+    return 256 * _MIB + (2 * 4 + 2) * rows * model.vocab_size + 2 * 2 * tokens * width + 4 * _MIB * len(shapes)
 
 
 def _name(shape: Shape) -> str:
