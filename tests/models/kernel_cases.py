@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.sampling_params import SamplingParams
 from models.batch import ForwardBatch
 from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, silu_mul
 from models.layers.triton_attention import TritonBackend
