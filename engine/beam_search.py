@@ -60,7 +60,7 @@ class BeamSearch:
         for seq in self.sequences:
             del seq.token_ids[seq.num_prompt_tokens :]
             # The hashes of the prompt's own blocks stay right; those of a beam's tokens do not.
-            seq.block_hashes = []
+            seq.block_contents = []
             seq.num_resident_hint = 0
         lead.forks = self.sequences[1:]
         self._begin()

@@ -21,6 +21,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import xxhash
@@ -142,9 +143,10 @@ class BlockManager:
         limit = len(seq.token_ids) - 1
         if wanted := seq.unscored_prompt(0, limit):
             limit = wanted.start  # from here on its logits are asked for
-        for position in range(limit // self.block_size):
-            self._extend_hashes(seq, position + 1)
-            block = self._lookup(seq, position)
+        count = limit // self.block_size
+        self._extend_contents(seq, count)
+        for content in islice(seq.block_contents, count):
+            block = next((b for b in self._index.get(content.hash, ()) if self._content[b] == content), None)
             if block is None:
                 break
             matched.append(block)
@@ -158,13 +160,11 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return 0
         limit = (len(seq.token_ids) - 1) // self.block_size
+        self._extend_contents(seq, limit)
         count = min(seq.num_resident_hint, limit)
-        while count and seq.block_hashes[count - 1] not in self._index:
+        while count and seq.block_contents[count - 1].hash not in self._index:
             count -= 1
-        while count < limit:
-            self._extend_hashes(seq, count + 1)
-            if seq.block_hashes[count] not in self._index:
-                break
+        while count < limit and seq.block_contents[count].hash in self._index:
             count += 1
         seq.num_resident_hint = count
         return count
@@ -179,17 +179,15 @@ class BlockManager:
         """Give seq the matched blocks and new ones for the rest of its tokens. Call can_admit before."""
         if seq.block_table:
             raise ValueError(f"request {seq.request_id} already holds {len(seq.block_table)} blocks")
-        now, shared = time.time(), 0
-        for block in matched:
-            if self._refcount[block] == 0:
-                self._cached.pop(block, None)
-                self._kept.discard(block)
-                self._state[block] = ACTIVE
-            else:
-                shared += 1
-            self._refcount[block] += 1
-            self._hits[block] += 1
-            self._last_use[block] = self._last_hit[block] = now
+        unused = [block for block in matched if self._state[block] != ACTIVE]
+        for block in unused:
+            self._cached.pop(block, None)
+            self._kept.discard(block)
+        shared = len(matched) - len(unused)
+        self._state[unused] = ACTIVE
+        self._refcount[matched] += 1
+        self._hits[matched] += 1
+        self._last_use[matched] = self._last_hit[matched] = time.time()
         seq.block_table.extend(matched)
         seq.num_indexed_blocks = len(matched)
         seq.num_computed_tokens = seq.num_planned_tokens = len(matched) * self.block_size
@@ -233,7 +231,7 @@ class BlockManager:
         child.block_table = parent.block_table[: self.blocks_for(parent.num_computed_tokens)]
         self._refcount[child.block_table] += 1
         parent.may_write_to_shared = child.may_write_to_shared = True
-        child.block_hashes = parent.block_hashes[: parent.num_indexed_blocks]
+        child.block_contents = parent.block_contents[: parent.num_indexed_blocks]
         child.num_resident_hint = 0
         child.num_indexed_blocks = parent.num_indexed_blocks
         child.num_computed_tokens = child.num_planned_tokens = parent.num_computed_tokens
@@ -245,10 +243,9 @@ class BlockManager:
         full = seq.num_computed_tokens // self.block_size
         if full <= seq.num_indexed_blocks:
             return
-        self._extend_hashes(seq, full)
+        self._extend_contents(seq, full)
         for position in range(seq.num_indexed_blocks, full):
-            block = seq.block_table[position]
-            content = self._content_of(seq, position)
+            block, content = seq.block_table[position], seq.block_contents[position]
             self._content[block] = content
             self._index.setdefault(content.hash, []).append(block)
         seq.num_indexed_blocks = full
@@ -258,12 +255,10 @@ class BlockManager:
 
     def release(self, seq: Sequence) -> None:
         """Take back every block of seq, tail first; full ones stay findable until they are evicted."""
-        now = time.time()
-        for block in reversed(seq.block_table):
-            self._refcount[block] -= 1
-            if self._refcount[block] > 0:
-                continue
-            self._last_use[block] = now
+        self._refcount[seq.block_table] -= 1
+        unused = [block for block in reversed(seq.block_table) if self._refcount[block] == 0]
+        self._last_use[unused] = time.time()
+        for block in unused:
             if self._content[block] is None:
                 self._state[block] = FREE
                 self._empty[block] = None
@@ -511,28 +506,16 @@ class BlockManager:
         self._content[block] = None
         self.pins.drop(block)
 
-    def _lookup(self, seq: Sequence, position: int) -> int | None:
-        copies = self._index.get(seq.block_hashes[position])
-        if not copies:
-            return None
-        wanted = self._content_of(seq, position)
-        for block in copies:
-            if self._content[block] == wanted:
-                return block
-        return None
-
-    def _content_of(self, seq: Sequence, position: int) -> BlockContent:
-        parent = seq.block_hashes[position - 1] if position else b""
-        return BlockContent(seq.block_hashes[position], parent, self._token_bytes(seq, position), seq.salt)
-
-    def _token_bytes(self, seq: Sequence, position: int) -> bytes:
-        start = position * self.block_size
-        return array("i", seq.token_ids[start : start + self.block_size]).tobytes()
-
-    def _extend_hashes(self, seq: Sequence, count: int) -> None:
-        for position in range(len(seq.block_hashes), count):
-            parent = seq.block_hashes[position - 1] if position else b""
-            digest = xxhash.xxh3_128(parent)
-            digest.update(self._token_bytes(seq, position))
-            digest.update(seq.salt)
-            seq.block_hashes.append(digest.digest())
+    def _extend_contents(self, seq: Sequence, count: int) -> None:
+        """Bring seq.block_contents to `count` blocks, whose tokens are known."""
+        contents = seq.block_contents
+        done, width = len(contents), 4 * self.block_size
+        if done >= count:
+            return
+        tokens = array("i", seq.token_ids[done * self.block_size : count * self.block_size]).tobytes()
+        parent = contents[-1].hash if contents else b""
+        for start in range(0, len(tokens), width):
+            own = tokens[start : start + width]
+            key = xxhash.xxh3_128_digest(parent + own + seq.salt)
+            contents.append(BlockContent(key, parent, own, seq.salt))
+            parent = key

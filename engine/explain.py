@@ -67,7 +67,7 @@ def _difference(
     where on it does not. Of equals the most recently used one."""
     start = num_hits * blocks.block_size
     rest = prompt.token_ids[start : start + blocks.block_size]
-    parent = prompt.block_hashes[num_hits - 1] if num_hits else b""
+    parent = prompt.block_contents[num_hits - 1].hash if num_hits else b""
     found = [(_common(rest, tokens), tokens, block) for block, tokens in blocks.continuations(parent, prompt.salt)]
     if not found:
         return None, (), None

@@ -11,6 +11,7 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.beam_search import BeamSearch
+    from engine.block_manager import BlockContent
 
 _ids = itertools.count()
 
@@ -28,7 +29,7 @@ class Sequence:
 
     token_ids             prompt, then output
     block_table           physical blocks in logical order; block i holds tokens [i*B, (i+1)*B)
-    block_hashes          chained hashes of the full blocks of token_ids, extended as they are needed
+    block_contents        what the full blocks of token_ids hold, with chained hashes; extended as they are needed
     may_write_to_shared   since a fork it has not been made sure of that its next token goes to a block of its own
     num_computed_tokens   tokens whose keys and values stand in the cache
     num_planned_tokens    the same once the steps in flight are done (equal to it while there are none)
@@ -51,7 +52,7 @@ class Sequence:
     __slots__ = (
         "arrival_order",
         "beam",
-        "block_hashes",
+        "block_contents",
         "block_table",
         "error",
         "finish_reason",
@@ -120,7 +121,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.block_contents: list[BlockContent] = []
         self.may_write_to_shared = False
         self.num_indexed_blocks = 0
         self.num_computed_tokens = 0

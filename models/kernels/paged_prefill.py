@@ -59,7 +59,9 @@ def paged_prefill(
     block_m = max(block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     programs = (tokens // block_q + num_seqs) * kv_heads
-    splits = choose_splits(programs, block_tables.shape[1] * block_size, processors, least_keys=256)
+    # The programs of sequences without rows, which a graph is padded with, end at once; the others keep the card busy.
+    busy = (tokens // block_q + 1) * kv_heads
+    splits = choose_splits(busy, block_tables.shape[1] * block_size, processors, least_keys=256)
     partials = Partials.empty(tokens, heads, splits, dim, q.device) if splits > 1 else None
     _paged_prefill[(programs, splits)](
         q,

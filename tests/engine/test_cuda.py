@@ -13,6 +13,7 @@ import torch
 
 import mixed_requests
 from engine import LLM, SamplingParams
+from engine.graph_shapes import Shape
 from reference import assert_greedy
 
 pytestmark = pytest.mark.gpu
@@ -138,15 +139,15 @@ def test_bf16_logits_with_triton_are_as_near_to_fp32_as_with_sdpa(kind: str, req
 GRAPHED = {"device": "cuda", "dtype": "float32", "max_num_seqs": 20, "num_kvcache_blocks": 400}
 
 
-def count_replays(llm: LLM) -> list[int]:
-    """The sizes of the graphs that are replayed from here on."""
+def count_replays(llm: LLM) -> list[Shape]:
+    """The shapes of the graphs that are replayed from here on."""
     graphs: Any = llm.engine.runner.graphs  # type: ignore[attr-defined]
-    assert graphs.sizes == [1, 2, 4, 8, 16, 20]
-    sizes: list[int] = []
+    assert [shape.decodes for shape in graphs.shapes if not shape.tokens] == [1, 2, 4, 8, 16, 20]
+    shapes: list[Shape] = []
     replays = graphs._replays
-    for size, replay in list(replays.items()):
-        replays[size] = lambda size=size, replay=replay: (sizes.append(size), replay())
-    return sizes
+    for shape, replay in list(replays.items()):
+        replays[shape] = lambda shape=shape, replay=replay: (shapes.append(shape), replay())
+    return shapes
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_qwen3"])
@@ -156,13 +157,43 @@ def test_graphs_of_every_size_have_the_greedy_tokens_of_transformers(kind: str, 
     folder: Path = request.getfixturevalue(kind)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     llm = LLM(folder, **GRAPHED)
-    sizes = count_replays(llm)
+    shapes = count_replays(llm)
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 20, 23):
         for _ in range(2):  # the second time the prompts are cached
             found = llm.generate(mixed_requests.prompts(count), GREEDY, use_tqdm=False)
             assert_greedy(theirs, mixed_requests.prompts(count), [out.token_ids for out in found])
-    assert set(sizes) == {1, 2, 4, 8, 16, 20}
+    assert {shape.decodes for shape in shapes if not shape.tokens} == {1, 2, 4, 8, 16, 20}
+    assert {shape.decodes for shape in shapes if shape.tokens} > {0, 8}
     assert llm.stats()["cached_tokens"] > 0
+    llm.engine.check_integrity()
+    llm.exit()
+
+
+@pytest.mark.parametrize("budget", [96, 700])
+def test_prompts_of_every_length_in_graphs_have_the_greedy_tokens_of_transformers(
+    tiny_qwen3: Path, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in chunks, beside decodes and behind cached prefixes; no step is eager, and hardly one is waited for."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
+    llm = LLM(tiny_qwen3, **{**GRAPHED, "max_num_batched_tokens": budget, "num_kvcache_blocks": 1000})
+    monkeypatch.setattr("engine.step_inputs.StepInputs.build", lambda self, plan: pytest.fail(f"an eager step: {plan}"))
+    rng = random.Random(7)
+    asked = [[rng.randrange(500) for _ in range(length)] for length in (1, 63, 64, 65, 95, 96, 97, 300, 420)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for _ in range(2):
+        ahead, begin = 0, llm.engine.executor.begin
+
+        def counted(plan: Any, begin: Any = begin) -> Any:
+            nonlocal ahead
+            ahead += any(i.start + i.num_tokens > len(i.seq.token_ids) for i in plan.items)
+            return begin(plan)
+
+        monkeypatch.setattr(llm.engine.executor, "begin", counted)
+        found = llm.generate(asked, params, use_tqdm=False)
+        assert_greedy(theirs, asked, [out.token_ids for out in found])
+        assert ahead > 30
     llm.engine.check_integrity()
     llm.exit()
 
