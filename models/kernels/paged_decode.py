@@ -26,6 +26,8 @@ from models.kernels.paged_keys import LOG2_E, MOST_SPLITS, Partials, attend_keys
 from models.kernels.rope_cache import Rotation, rotated_heads
 
 
+# Keys of each part, where few programs are at work, that are asked for before the kernel before has finished.
+_AHEAD = 64
 # Splits of which each chooses another tile.
 WARM_UP_SPLITS = (2, 16)
 
@@ -132,6 +134,7 @@ def _launch(
         BLOCK_N=block_n,
         SPLIT=splits > 1,
         MOST_SPLITS=MOST_SPLITS,
+        AHEAD=_AHEAD if splits > 1 and dim % 64 == 0 else 0,
         ROTATES=rotation is not None,
         NORMS=rotation is not None and rotation.norms is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -207,12 +210,12 @@ def _paged_decode(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROTATES: tl.constexpr,
     NORMS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    overlap.wait_and_trigger(OVERLAP)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -230,10 +233,23 @@ def _paged_decode(
     if SPLIT:
         share = tl.maximum(tl.cdiv(tl.cdiv(end - start, tl.num_programs(2)), BLOCK_N), 1) * BLOCK_N
         parts = tl.maximum(tl.cdiv(end - start, share), 1)
-        if split >= parts:
-            return
         start = start + split * share
         end = tl.minimum(start + share, end)
+    table = block_tables + seq * table_stride
+    k_head = k_cache + kv_head * DIM
+    v_head = v_cache + kv_head * DIM
+    if AHEAD > 0:
+        # What a later kernel writes of it is the new key alone.
+        LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+        ahead = tl.maximum(tl.minimum(start + tl.arange(0, AHEAD), end - 1), 0)
+        token = tl.load(table + ahead // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + ahead % BLOCK_SIZE
+        line = token[:, None] * (KV_HEADS * DIM) + tl.minimum(tl.arange(0, DIM_PADDED // LINE) * LINE, DIM - 1)[None, :]
+        overlap.prefetch(k_head + line, OVERLAP)
+        overlap.prefetch(v_head + line, OVERLAP)
+    overlap.wait_and_trigger(OVERLAP)
+    if SPLIT:
+        if split >= parts:
+            return
     # The keys of [start, whole) need no mask: neither the end nor the window cuts them.
     whole = start
     if WINDOW == 0:
@@ -258,9 +274,6 @@ def _paged_decode(
     else:
         queries = tl.load(query_rows + dim[None, :], mask=inside, other=0.0)
     position = tl.zeros([BLOCK_M], dtype=tl.int32) + (context - 1)
-    table = block_tables + seq * table_stride
-    k_head = k_cache + kv_head * DIM
-    v_head = v_cache + kv_head * DIM
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     values = tl.zeros([BLOCK_M, DIM_PADDED], dtype=tl.float32)
@@ -280,7 +293,7 @@ def _paged_decode(
     if SPLIT:
         if parts > 1:
             part = target * tl.num_programs(2) + split
-            tl.store(part_log_sums + part, peak + tl.log2(total), mask=valid)
+            tl.store(part_log_sums + part, peak * scale + tl.log2(total), mask=valid)
             tl.store(part_values + (part * DIM)[:, None] + dim[None, :], values, mask=inside)
             tl.debug_barrier()  # all warps have stored before one of them counts
             counter = arrived + seq * KV_HEADS + kv_head

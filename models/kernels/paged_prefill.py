@@ -253,5 +253,5 @@ def _paged_prefill(
     inside = valid[:, None] & (dim < DIM)[None, :]
     if SPLIT:
         target = target * tl.num_programs(1) + tl.program_id(1)
-        tl.store(log_sums + target, peak + tl.log2(total), mask=valid)
+        tl.store(log_sums + target, peak * scale + tl.log2(total), mask=valid)
     tl.store(out + (target * DIM)[:, None] + dim[None, :], values.to(out.dtype.element_ty), mask=inside)

@@ -19,7 +19,8 @@ from engine.noise import mix64
 from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
 from models.batch import ForwardBatch
-from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul
+from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, sampling, silu_mul, skinny
+from models.kernels.rmsnorm import Norm
 from models.layers.triton_attention import TritonBackend
 
 ON_CARD = torch.cuda.is_available()
@@ -194,11 +195,11 @@ def test_decodes_that_rotate_and_write_their_own_keys(
     cos, sin, weights = angles(rows, dim, dtype)
     rotation = rope_cache.Rotation(cos, sin, slots, (*weights, 1e-6) if norms else None)
     caches = pages.k_cache.clone(), pages.v_cache.clone()
+    walk = split_walk(pages, splits)
     for _ in range(2):  # the second finds what the first left in its counters
         paged_decode.decode_qkv(
-            qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale,
-            out=pages.out, split=split_walk(pages, splits),
-        )  # fmt: skip
+            qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, out=pages.out, split=walk
+        )
     pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)
     close(pages.out, pages.expected())
     for got, expected in zip(caches, (pages.k_cache, pages.v_cache), strict=True):
@@ -381,16 +382,35 @@ def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
     close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(5, 64), (16, 576), (37, 3072)], ids=str)
-def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, any_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("norm", ["no norm", "norm", "sum and norm"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 17, 64])
+@pytest.mark.parametrize("shape", [(6, 64), (40, 576), (74, 3072)], ids=str)
+def test_products_of_few_rows(
+    shape: tuple[int, int], rows: int, norm: str, gated: bool, any_dtype: torch.dtype
+) -> None:
     torch.manual_seed(12)
     outputs, columns = shape
-    x = torch.randn(rows, columns).to(any_dtype).to(DEVICE)
+    x, residual = (torch.randn(rows, columns).to(any_dtype).to(DEVICE) for _ in range(2))
     weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
-    shift = torch.randn(outputs).to(any_dtype).to(DEVICE) if bias else None
-    close(gemv.gemv(x, weight, shift), gemv.reference(x, weight, shift))
+    bias = torch.randn(outputs).to(any_dtype).to(DEVICE) if rows % 2 else None
+    gain = (torch.rand(columns) + 0.5).to(any_dtype).to(DEVICE)
+    given = None if norm == "no norm" else Norm(gain, 1e-6, residual if norm == "sum and norm" else None)
+    expected = gemv.reference(x, weight, bias, norm=given, gated=gated)
+    arrived = skinny.counters(weight)
+    for _ in range(2):  # the second finds what the first left in its counters
+        if rows <= gemv.MAX_ROWS:
+            got = gemv.gemv(x, weight, bias, norm=given, gated=gated)
+        else:
+            got = skinny.skinny(x, weight, bias, arrived, norm=given, gated=gated)
+        for result, value in zip(got, expected, strict=True):
+            close(result, value)
+    assert not arrived.any()
+
+
+def test_products_of_few_rows_share_the_columns_where_outputs_are_few(any_dtype: torch.dtype) -> None:
+    """Several programs a row of W, of which the last adds up what all have."""
+    assert skinny._tile(8, 40, 2048, False)[2] > 1
 
 
 # ---------------------------------------------------------------------- sampling
