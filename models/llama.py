@@ -18,7 +18,10 @@ from models.layers.rotary import RotaryEmbedding, rotate
 
 
 class LlamaAttention(nn.Module):
-    """Queries, keys and values by one product, rotated together, then attention over the pages."""
+    """Queries, keys and values by one product, rotated together, then attention over the pages.
+
+    The layer calls qkv_proj, together with the norm before it (RMSNorm.into), and hands over what comes out.
+    """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **place: Any) -> None:
         super().__init__()
@@ -41,14 +44,14 @@ class LlamaAttention(nn.Module):
         self.fused = backend.has_forward_qkv
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, rows: Tensor | None = None
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, rows: Tensor | None = None
     ) -> Tensor:
-        """x [T, hidden] -> [T, hidden], or those `rows` of it, int64 [R], where not all are needed."""
-        qkv = self.qkv_proj(x)
+        """qkv_proj's output [T, (heads + 2 * kv_heads) * head_dim] -> [T, hidden], or those `rows` of it, int64 [R],
+        where not all are needed."""
         if self.fused:
             attended = self.attn.forward_qkv(qkv, self.norms, rope, batch)
         else:
-            attended = self.attn(*self.rotate(qkv.view(x.shape[0], -1, self.head_dim), rope), batch)
+            attended = self.attn(*self.rotate(qkv.view(qkv.shape[0], -1, self.head_dim), rope), batch)
         return self.all_reduce(self.o_proj(attended if rows is None else attended.index_select(0, rows)))
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +62,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate_up_proj ends in the product."""
+    """SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate(x)) * up(x)); gate_up_proj ends in the product.
+
+    The layer calls gate_up_proj, together with the norm before it (RMSNorm.into), and hands over what comes out.
+    """
 
     def __init__(self, config: ModelConfig, **place: Any) -> None:
         super().__init__()
@@ -67,8 +73,9 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
         self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.all_reduce(self.down_proj(self.gate_up_proj(x)))
+    def forward(self, gated: Tensor) -> Tensor:
+        """gate_up_proj's output [T, intermediate] -> [T, hidden]."""
+        return self.all_reduce(self.down_proj(gated))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -92,15 +99,12 @@ class LlamaDecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) with the hidden state x + residual -> the same pair after this layer, of `rows` only where
         those are given: what the others add to the KV cache is there all the same."""
-        if residual is None:
-            normed, residual = self.input_layernorm(x), x
-        else:
-            normed, residual = self.input_layernorm.add_and_norm(x, residual)
-        attended = self.self_attn(normed, rope, batch, rows)
+        qkv, residual = self.input_layernorm.into(self.self_attn.qkv_proj, x, residual)
+        attended = self.self_attn(qkv, rope, batch, rows)
         if rows is not None:
             residual = residual.index_select(0, rows)
-        normed, residual = self.post_attention_layernorm.add_and_norm(attended, residual)
-        return self.mlp(normed), residual
+        gated, residual = self.post_attention_layernorm.into(self.mlp.gate_up_proj, attended, residual)
+        return self.mlp(gated), residual
 
 
 class LlamaModel(nn.Module):

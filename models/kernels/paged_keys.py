@@ -1,7 +1,8 @@
 """What paged prefill and paged decode share: a walk over a sequence's pages with an online softmax, and the merge of
 partial results where several programs each walked a part (split-KV, as in Flash-Decoding; Dao et al., 2023).
 
-Scores are kept in units of log2: scale carries a factor log2(e), and exp2 is one instruction.
+Exponentials are of base 2, one instruction: scale carries a factor log2(e). Scores are kept as the product gives them,
+and scaled where they are exponents.
 
 Arguments that change from step to step are not specialized on (their being 1, or divisible by 16, or a pointer's
 alignment): each new combination would be compiled in the middle of serving.
@@ -98,9 +99,9 @@ def attend_keys(
 ):
     """One step of the walk: keys [start, start + BLOCK_N), cut at `end` and at each row's position where CAUSAL.
 
-    q [M, DIM_PADDED]; position int32 [M]; (total, peak) fp32 [M] and out fp32 [M, DIM_PADDED] are the running sum,
-    maximum and weighted values, returned updated. table: the sequence's row of the block table. k_head, v_head:
-    the caches at this KV head.
+    q [M, DIM_PADDED]; position int32 [M]; (total, peak) fp32 [M] and out fp32 [M, DIM_PADDED] are the running sum of
+    weights, maximum of unscaled scores and weighted values, returned updated. scale is positive. table: the sequence's
+    row of the block table. k_head, v_head: the caches at this KV head.
     """
     key = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, DIM_PADDED)
@@ -121,7 +122,7 @@ def attend_keys(
     else:
         k = tl.load(k_head + at, mask=(dim < DIM)[None, :], other=0.0)
         v = tl.load(v_head + at, mask=(dim < DIM)[None, :], other=0.0)
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAUSAL:
         seen = (key[None, :] <= position[:, None]) & (key < end)[None, :]
         if WINDOW > 0:
@@ -133,8 +134,9 @@ def attend_keys(
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     else:
         base = new_peak
-    weight = tl.exp2(score - base[:, None])
-    fade = tl.exp2(peak - base)
+    # A multiplication and a subtraction that become one instruction.
+    weight = tl.exp2(score * scale - (base * scale)[:, None])
+    fade = tl.exp2((peak - base) * scale)
     total = total * fade + tl.sum(weight, 1)
     out = tl.dot(weight.to(v.dtype), v, out * fade[:, None], input_precision=PRECISION)
     return total, new_peak, out

@@ -140,11 +140,13 @@ def _tile(dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int, int, int]:
         return (32, 32, 4, 2) if dim <= 128 else (16, 16, 4, 2)
     if rows <= 16:
         block_m = 16
-    elif rows <= 64 or dim > 128:
+    elif rows <= 64 or dim >= 128:
         block_m = 64
     else:
         block_m = 128
-    return block_m, 64 if dim <= 128 else 32, 8 if block_m == 128 and dim == 128 else 4, 3 if dim <= 128 else 2
+    if dim == 128:  # measured on an H200
+        return block_m, 64 if rows > 64 else 128, 4, 2
+    return block_m, 64 if dim < 128 else 32, 4, 3 if dim < 128 else 2
 
 
 @triton.jit
@@ -255,5 +257,5 @@ def _paged_prefill(
     inside = valid[:, None] & (dim < DIM)[None, :]
     if SPLIT:
         target = target * tl.num_programs(1) + tl.program_id(1)
-        tl.store(log_sums + target, peak + tl.log2(total), mask=valid)
+        tl.store(log_sums + target, peak * scale + tl.log2(total), mask=valid)
     tl.store(out + (target * DIM)[:, None] + dim[None, :], values.to(out.dtype.element_ty), mask=inside)

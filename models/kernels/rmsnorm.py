@@ -5,10 +5,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from models.kernels import overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm in front of a kernel's own work: weight [N], eps, and what is added to x [..., N] first, of the same
+    shape, or None."""
+
+    weight: Tensor
+    eps: float
+    residual: Tensor | None
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,18 +57,33 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
     if rows:
         block = triton.next_power_of_2(size)
         warps = min(16, max(1, block // 256))
-        _rmsnorm[(rows,)](x, residual, weight, out, total, eps, SIZE=size, BLOCK=block, ADDS=adds, num_warps=warps)
+        _rmsnorm[(rows,)](
+            x, residual, weight, out, total, eps, SIZE=size, BLOCK=block, ADDS=adds, num_warps=warps,
+            **overlap.launch_options(x.device),
+        )  # fmt: skip
 
 
 @triton.jit
-def _rmsnorm(x, residual, weight, out, total, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr):
+def _rmsnorm(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    overlap.wait_and_trigger(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)

@@ -9,39 +9,48 @@ one kind (query, key or value), so that a lone token still spreads over several 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels import overlap
+
 _HEADS_PER_PROGRAM = 4
 
 
-def rope_cache(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    num_heads: int,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What is done to the query and key heads of T tokens, and where their keys and values go.
+
+    cos, sin  [T, D] or [T, 1, D] of models.layers.rotary: sin is negative in its first half
+    slots     int64 [T], block * block_size + offset; a negative one writes nothing
+    norms     ([D] of queries, [D] of keys, eps) of the RMSNorm on every head before the rotation, or None
+    """
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    norms: tuple[Tensor, Tensor, float] | None
+
+    def arguments(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        """As the kernels take them: cos, sin, slots, the norms' weights and eps."""
+        assert self.cos.is_contiguous() and self.sin.is_contiguous()
+        return self.cos, self.sin, self.slots, *(self.norms or (unused, unused, 0.0))
+
+
+def rope_cache(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, *, num_heads: int) -> Tensor:
     """Rotated (and, with weights, normed) queries [T, Hq, D]; keys so treated and values go to the cache.
 
     qkv             [T, (Hq + 2 * Hkv) * D], query heads first, then key, then value heads
-    cos, sin        [T, D] or [T, 1, D] of models.layers.rotary: sin is negative in its first half
-    slots           int64 [T], block * block_size + offset; a negative one writes nothing
     k_cache, v_cache  [num_blocks, block_size, Hkv, D] contiguous
-    q_weight, k_weight  [D] of the RMSNorm on every query and key head; both or neither
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
     assert qkv.is_contiguous() and qkv.numel() == tokens * (num_heads + 2 * kv_heads) * dim
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
     q = qkv.new_empty(tokens, num_heads, dim)
     if not tokens:
         return q
@@ -49,50 +58,35 @@ def rope_cache(
     programs = triton.cdiv(num_heads, block) + 2 * triton.cdiv(kv_heads, block)
     _rope_cache[(tokens, programs)](
         qkv,
-        cos,
-        sin,
-        slots,
+        *rotation.arguments(qkv),
         q,
         k_cache,
         v_cache,
-        cos if q_weight is None else q_weight,
-        cos if k_weight is None else k_weight,
-        eps,
         Q_HEADS=num_heads,
         KV_HEADS=kv_heads,
         HALF=dim // 2,
         HALF_PADDED=triton.next_power_of_2(dim // 2),
-        NORMS=q_weight is not None,
+        NORMS=rotation.norms is not None,
         BLOCK=block,
         num_warps=1,
+        **overlap.launch_options(qkv.device),
     )
     return q
 
 
-def reference(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    num_heads: int,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
+def reference(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, *, num_heads: int) -> Tensor:
     kv_heads, dim = k_cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, dim).float()
     q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
-    if q_weight is not None and k_weight is not None:
+    if rotation.norms is not None:
+        q_weight, k_weight, eps = rotation.norms
         q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + eps) * q_weight.float()
         k = k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + eps) * k_weight.float()
-    angles = cos.float().view(-1, 1, dim), sin.float().view(-1, 1, dim)
+    angles = rotation.cos.float().view(-1, 1, dim), rotation.sin.float().view(-1, 1, dim)
     q, k = (x * angles[0] + x.roll(dim // 2, -1) * angles[1] for x in (q, k))
-    written = slots >= 0
+    written = rotation.slots >= 0
     for cache, x in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, kv_heads, dim)[slots[written]] = x[written].to(cache.dtype)
+        cache.view(-1, kv_heads, dim)[rotation.slots[written]] = x[written].to(cache.dtype)
     return q.to(qkv.dtype)
 
 
@@ -102,19 +96,21 @@ def _rope_cache(
     cos,
     sin,
     slots,
-    q,
-    k_cache,
-    v_cache,
     q_weight,
     k_weight,
     eps,
+    q,
+    k_cache,
+    v_cache,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    overlap.wait_and_trigger(OVERLAP)
     DIM: tl.constexpr = 2 * HALF
     Q_PROGRAMS: tl.constexpr = (Q_HEADS + BLOCK - 1) // BLOCK
     KV_PROGRAMS: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
@@ -187,3 +183,18 @@ def _rotated(
     cos_second = tl.load(cos + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     sin_second = tl.load(sin + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+
+
+@triton.jit
+def rotated_heads(rows, token, cos, sin, weight, eps, dim, inside, DIM: tl.constexpr, NORMS: tl.constexpr):
+    """fp32 [R, DIM_PADDED]: the heads at the pointers `rows` [R, 1], treated; what is not `inside` is 0."""
+    partner = (dim + DIM // 2) % DIM
+    within = dim < DIM
+    x = tl.load(rows + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x *= scale * tl.load(weight + dim, mask=within, other=0.0).to(tl.float32)[None, :]
+        other *= scale * tl.load(weight + partner, mask=within, other=0.0).to(tl.float32)[None, :]
+    x *= tl.load(cos + token * DIM + dim, mask=within, other=0.0).to(tl.float32)[None, :]
+    return x + other * tl.load(sin + token * DIM + dim, mask=within, other=0.0).to(tl.float32)[None, :]

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels import overlap
+
 _BLOCK = 1024
 
 
@@ -19,7 +21,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(tokens, size)
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(size))
-        _silu_mul[(tokens, triton.cdiv(size, block))](gate_up, out, gate_up.stride(0), size, BLOCK=block)
+        grid = tokens, triton.cdiv(size, block)
+        _silu_mul[grid](
+            gate_up, out, gate_up.stride(0), size, BLOCK=block, **overlap.launch_options(gate_up.device)
+        )  # fmt: skip
     return out
 
 
@@ -29,7 +34,8 @@ def reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul(gate_up, out, row_stride, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, row_stride, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    overlap.wait_and_trigger(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -67,8 +67,11 @@ class Head(Linear):
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """out: [R, vocab] of out_dtype to be filled and returned; None: a new tensor, float32."""
-        if out is not None and self.is_plain(x.shape[0]) and out.dtype == x.dtype:
-            return torch.mm(x, self.weight.t(), out=out)
+        if out is not None and out.dtype == x.dtype:
+            if self.few_rows is not None and self.few_rows.fills(x.shape[0]):
+                return self.few_rows(x, out=out)[0]
+            if self.is_plain(x.shape[0]):
+                return torch.mm(x, self.weight.t(), out=out)
         product = super().forward(x)
         logits = product.float() if out is None else out.copy_(product)
         if x.device.type == "cpu" and x.dtype != torch.float32:
@@ -79,7 +82,8 @@ class Head(Linear):
 
     def is_plain(self, rows: int) -> bool:
         """Whether forward() of so many is one product of matrices."""
-        return self.int4 is None and self.packed is None and rows > self.gemv_rows
+        few = self.few_rows is not None and self.few_rows.takes(rows, normed=False)
+        return self.int4 is None and self.packed is None and not few
 
     def _load(self, parameter: nn.Parameter, tensor: Weight, part: str | None) -> None:
         expected = (self.vocab_size, *parameter.shape[1:])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import kernels
-from models.layers.linear import copy_whole, new_parameter
+from models.layers.linear import Linear, copy_whole, new_parameter
 
 
 class RMSNorm(nn.Module):
@@ -24,13 +24,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_parameter((size,), dtype, device, copy_whole)
         self.register_buffer("eps_tensor", torch.tensor(eps, device=device), persistent=False)
-        kernel = kernels.load("rmsnorm", device)
-        self._fused = (kernel.rmsnorm, kernel.add_rmsnorm) if kernel is not None else None
+        self._kernel = kernels.load("rmsnorm", device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape, in the weight's dtype."""
-        if self._fused is not None:
-            return self._fused[0](x, self.weight, self.eps)
+        if self._kernel is not None:
+            return self._kernel.rmsnorm(x, self.weight, self.eps)
         if self.weight.dtype == torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         # The CPU has no fused kernel, and F.rms_norm makes two passes more for half types: at 512 rows this is
@@ -46,7 +45,17 @@ class RMSNorm(nn.Module):
         what a layer adds, and rounding it after every layer is most of what bf16 loses. Matrix products see
         the half type as before.
         """
-        if self._fused is not None:
-            return self._fused[1](x, residual, self.weight, self.eps)
+        if self._kernel is not None:
+            return self._kernel.add_rmsnorm(x, residual, self.weight, self.eps)
         total = torch.add(residual.float() if x.device.type == "cpu" else residual, x)
         return self.forward(total), total
+
+    def into(self, linear: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(linear(norm(x + residual)), x + residual), in one kernel where few rows have one; the second is x itself
+        without a residual."""
+        if linear.few_rows is not None and linear.few_rows.takes(x.shape[0], normed=True):
+            return linear.few_rows(x, self._kernel.Norm(self.weight, self.eps, residual))
+        if residual is None:
+            return linear(self.forward(x)), x
+        normed, total = self.add_and_norm(x, residual)
+        return linear(normed), total

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ from models.layers.packed import (
     packed_silu_mul,
 )
 from models.stored import StoredTensor
+
+if TYPE_CHECKING:  # its import needs triton
+    from models.kernels.few_rows import FewRows
 
 Weight = Tensor | Int4Matrix | StoredTensor  # as a checkpoint hands it over: whole, or still in its file
 
@@ -75,8 +79,8 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
-    gemv: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # the kernel for products of up to gemv_rows rows
-    gemv_rows: int = 0
+    few_rows: FewRows | None = None  # kernels for products of few rows, where there are any
+    is_gated: bool = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +92,8 @@ class Linear(nn.Module):
             return int4_linear(x, self.int4, self.bias)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.bias)
-        if 0 < x.shape[0] <= self.gemv_rows:
-            return self.gemv(x, self.weight, self.bias)
+        if self.few_rows is not None and self.few_rows.takes(x.shape[0], normed=False):
+            return self.few_rows(x)[0]
         return F.linear(x, self.weight, self.bias)
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
@@ -104,9 +108,9 @@ class Linear(nn.Module):
         self._int4_rows = []
         if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
             self.int4 = pack_int4(Int4Matrix.stack(loaded))
-        kernel = kernels.load("gemv", self.weight.device) if self.weight.dtype != torch.float32 else None
+        kernel = kernels.load("few_rows", self.weight.device) if self.weight.dtype != torch.float32 else None
         if kernel is not None:
-            self.gemv, self.gemv_rows = kernel.gemv, kernel.MAX_ROWS
+            self.few_rows = kernel.FewRows(self.weight, self.bias, gated=self.is_gated)
         if can_pack(self.weight):
             self.pack_dense()
             self.release_weight()
@@ -166,6 +170,7 @@ class GateUpLinear(MergedLinear):
     """gate_proj and up_proj, ending in SwiGLU's product: x [T, hidden] -> silu(gate(x)) * up(x) of
     [T, intermediate / tp_size]."""
 
+    is_gated = True
     packed_halves: tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, dtype: torch.dtype, device: torch.device,
@@ -178,6 +183,8 @@ class GateUpLinear(MergedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed_halves is not None and (self.int4 is None or x.shape[0] > INT4_MAX_ROWS):
             return packed_silu_mul(x, *self.packed_halves)
+        if self.few_rows is not None and self.few_rows.takes(x.shape[0], normed=False):
+            return self.few_rows(x)[0]
         gate_up = super().forward(x)
         if self._silu_mul is not None:
             return self._silu_mul(gate_up)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from models.batch import ForwardBatch
-from models.kernels.paged_decode import paged_decode
+from models.kernels.paged_decode import SplitWalk, decode_qkv, paged_decode
 from models.kernels.paged_keys import Partials, choose_splits
 from models.kernels.paged_prefill import WARM_UP_ROWS, paged_prefill
-from models.kernels.rope_cache import rope_cache
+from models.kernels.rope_cache import Rotation, rope_cache
 from models.layers.attention import AttentionBackend
 
 
@@ -31,7 +31,7 @@ class _Plan:
     decode_tables: Tensor  # int32 [N, W]
     chunk_lens: Tensor  # int32 [S - N]
     chunk_tables: Tensor  # int32 [S - N, W]
-    partials: Partials | None  # the decodes' workspace; None where they are not split
+    split: SplitWalk | None  # the decodes' workspace; None where they are not split
 
 
 class TritonBackend(AttentionBackend):
@@ -43,6 +43,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, window: int = 0) -> None:
         self._window = window
+        self._arrived: Tensor | None = None  # of SplitWalk: one layer is at work at a time
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch
@@ -61,20 +62,27 @@ class TritonBackend(AttentionBackend):
         scale: float,
         batch: ForwardBatch,
     ) -> Tensor:
-        q_weight, k_weight, eps = norms or (None, None, 0.0)
+        rotation = Rotation(*rope, batch.slot_mapping, norms)
         kv_heads, dim = k_cache.shape[2:]
-        q = rope_cache(
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        if batch.num_decodes < qkv.shape[0]:
+            q = rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads)
+            return self._attend(q, k_cache, v_cache, scale, batch)
+        plan = self._plan(heads, k_cache, batch)
+        out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
+        decode_qkv(
             qkv,
-            *rope,
-            batch.slot_mapping,
+            rotation,
             k_cache,
             v_cache,
-            num_heads=qkv.shape[1] // dim - 2 * kv_heads,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            eps=eps,
+            plan.decode_lens,
+            plan.decode_tables,
+            scale,
+            out=out,
+            split=plan.split,
+            window=self._window,
         )
-        return self._attend(q, k_cache, v_cache, scale, batch)
+        return out.view(qkv.shape[0], -1)
 
     def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
         """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
@@ -90,15 +98,25 @@ class TritonBackend(AttentionBackend):
             for processors in (0, _processors(device)):
                 paged_prefill(q, k_cache, v_cache, start, lens, table, 1.0, out=out, window=self._window,
                               processors=processors)  # fmt: skip
-            for partials in (None, Partials.empty(1, num_heads, 2, dim, device)):
-                paged_decode(q[:1], k_cache, v_cache, lens, table, 1.0, out=out[:1], partials=partials,
-                             window=self._window)  # fmt: skip
+            self._warm_up_decodes(q[:1], k_cache, v_cache, lens, table)
+
+    def _warm_up_decodes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, table: Tensor) -> None:
+        heads, kv_heads, dim = q.shape[1], *k_cache.shape[2:]
+        out = torch.empty_like(q)
+        qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=q.dtype, device=q.device)
+        angle = torch.zeros(1, dim, dtype=q.dtype, device=q.device)
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=q.device)
+        for splits in (1, 2):
+            split = self._split(1, heads, kv_heads, splits, dim, q.device)
+            options = {"out": out, "split": split, "window": self._window}
+            paged_decode(q, k_cache, v_cache, lens, table, 1.0, **options)
+            for norms in (None, (angle[0], angle[0], 1e-6)):
+                rotation = Rotation(angle, angle, nowhere, norms)
+                decode_qkv(qkv, rotation, k_cache, v_cache, lens, table, 1.0, **options)
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch) -> Tensor:
         """q [T, Hq, D] over the cache, which holds the step's own keys and values -> [T, Hq * D]."""
-        plan = batch.scratch.get(self.name)
-        if plan is None:
-            plan = batch.scratch[self.name] = _plan(q, k_cache, batch)
+        plan = self._plan(q.shape[1], k_cache, batch)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = batch.num_decodes
         paged_decode(
@@ -109,7 +127,7 @@ class TritonBackend(AttentionBackend):
             plan.decode_tables,
             scale,
             out=out[:decodes],
-            partials=plan.partials,
+            split=plan.split,
             window=self._window,
         )
         paged_prefill(
@@ -126,24 +144,38 @@ class TritonBackend(AttentionBackend):
         )
         return out.view(q.shape[0], -1)
 
+    def _plan(self, heads: int, k_cache: Tensor, batch: ForwardBatch) -> _Plan:
+        """The step's, made by its first layer."""
+        plan = batch.scratch.get(self.name)
+        if plan is not None:
+            return plan
+        query_start, context_lens, device = batch.query_start, batch.context_lens_tensor, k_cache.device
+        if query_start is None or context_lens is None:  # a caller without buffers for them, such as warm-up
+            starts = [0, *accumulate(batch.query_lens)]
+            query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+            context_lens = torch.tensor(batch.context_lens, dtype=torch.int32, device=device)
+        decodes, kv_heads, dim = batch.num_decodes, *k_cache.shape[2:]
+        longest = batch.block_tables.shape[1] * batch.block_size
+        splits = choose_splits(decodes * kv_heads, longest, _processors(device), least_keys=128)
+        plan = batch.scratch[self.name] = _Plan(
+            query_start[decodes:],
+            context_lens[:decodes],
+            batch.block_tables[:decodes],
+            context_lens[decodes:],
+            batch.block_tables[decodes:],
+            self._split(decodes, heads, kv_heads, splits, dim, device),
+        )
+        return plan
 
-def _plan(q: Tensor, k_cache: Tensor, batch: ForwardBatch) -> _Plan:
-    query_start, context_lens = batch.query_start, batch.context_lens_tensor
-    if query_start is None or context_lens is None:  # a caller without buffers for them, such as warm-up
-        starts = [0, *accumulate(batch.query_lens)]
-        query_start = torch.tensor(starts, dtype=torch.int32, device=q.device)
-        context_lens = torch.tensor(batch.context_lens, dtype=torch.int32, device=q.device)
-    decodes, heads, kv_heads = batch.num_decodes, q.shape[1], k_cache.shape[2]
-    longest = batch.block_tables.shape[1] * batch.block_size
-    splits = choose_splits(decodes * kv_heads, longest, _processors(q.device), least_keys=128)
-    return _Plan(
-        query_start[decodes:],
-        context_lens[:decodes],
-        batch.block_tables[:decodes],
-        context_lens[decodes:],
-        batch.block_tables[decodes:],
-        Partials.empty(decodes, heads, splits, q.shape[2], q.device) if splits > 1 and decodes else None,
-    )
+    def _split(
+        self, decodes: int, heads: int, kv_heads: int, splits: int, dim: int, device: torch.device
+    ) -> SplitWalk | None:
+        if splits == 1 or not decodes:
+            return None
+        if self._arrived is None or self._arrived.device != device:
+            # choose_splits splits no more than that; made in the warm-up, so that no graph's memory is in use for it.
+            self._arrived = torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
+        return SplitWalk(Partials.empty(decodes, heads, splits, dim, device), self._arrived)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("triton")
 
 from models.batch import ForwardBatch
-from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, silu_mul
+from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, silu_mul, skinny
+from models.kernels.rmsnorm import Norm
 from models.layers.triton_attention import TritonBackend
 
 ON_CARD = torch.cuda.is_available()
@@ -109,6 +110,17 @@ def ragged(seed: int, count: int, cached: int, new: int) -> list[tuple[int, int]
     return [(rng.choice([0, rng.randrange(cached * scale)]), rng.randint(1, new * scale)) for _ in range(count)]
 
 
+def split_walk(pages: Pages, splits: int) -> paged_decode.SplitWalk | None:
+    """A workspace for that many parts of each sequence, as dirty as it may be."""
+    if splits == 1:
+        return None
+    seqs, heads, dim = pages.out.shape
+    partials = paged_keys.Partials.empty(seqs, heads, splits, dim, DEVICE)
+    partials.values.fill_(torch.nan)
+    partials.log_sums.fill_(torch.nan)
+    return paged_decode.SplitWalk(partials, torch.zeros(seqs * heads, dtype=torch.int32, device=DEVICE))
+
+
 # ---------------------------------------------------------------------- attention
 
 
@@ -138,10 +150,10 @@ def test_a_sliding_window_hides_what_is_further_back(window: int, split: bool, d
     )  # fmt: skip
     close(pages.out, pages.expected(window))
     decodes = Pages([(cached, 1) for cached, _ in ragged(window, 4, 150, 1)], shape, dtype)
-    partials = paged_keys.Partials.empty(4, 4, 4, 64, DEVICE) if split else None
+    walk = split_walk(decodes, 4) if split else None
     paged_decode.paged_decode(
         decodes.q, decodes.k_cache, decodes.v_cache, decodes.context_lens, decodes.tables, decodes.scale,
-        out=decodes.out, partials=partials, window=window,
+        out=decodes.out, split=walk, window=window,
     )  # fmt: skip
     close(decodes.out, decodes.expected(window))
 
@@ -153,16 +165,41 @@ def test_decodes_of_many_lengths(shape: tuple, splits: int, dtype: torch.dtype) 
     size = shape[3]
     cached = [0, 1, size - 1, size, 2 * size - 1, *(c for c, _ in ragged(sum(shape), 2, 300, 1))]
     pages = Pages([(c, 1) for c in cached], shape, dtype, width=64)
-    partials = paged_keys.Partials.empty(len(cached), shape[0], splits, shape[2], DEVICE)
-    partials.values.fill_(torch.nan)
-    partials.log_sums.fill_(torch.nan)
+    walk = split_walk(pages, splits)
     paged_decode.paged_decode(
         pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale,
-        out=pages.out, partials=partials if splits > 1 else None,
+        out=pages.out, split=walk,
     )  # fmt: skip
     close(pages.out, pages.expected())
-    if splits > 1:
-        close(paged_keys.merge_reference(partials).to(dtype), pages.expected())
+    assert walk is None or not walk.arrived.any()
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("splits", [1, 4, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decodes_that_rotate_and_write_their_own_keys(
+    shape: tuple, splits: int, norms: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(15)
+    heads, kv_heads, dim, size = shape
+    cached = [0, size - 1, size, 2 * size + 3, *(c for c, _ in ragged(sum(shape), 2, 200, 1))]
+    pages = Pages([(c, 1) for c in cached], shape, dtype, width=64)
+    rows, slots = len(cached), pages.slot_mapping()
+    for cache in (pages.k_cache, pages.v_cache):
+        cache.view(-1, kv_heads, dim)[slots] = torch.nan
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype).to(DEVICE)
+    cos, sin, weights = angles(rows, dim, dtype)
+    rotation = rope_cache.Rotation(cos, sin, slots, (*weights, 1e-6) if norms else None)
+    caches = pages.k_cache.clone(), pages.v_cache.clone()
+    walk = split_walk(pages, splits)
+    for _ in range(2):  # the second finds what the first left in its counters
+        paged_decode.decode_qkv(
+            qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, out=pages.out, split=walk
+        )
+    pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)
+    close(pages.out, pages.expected())
+    for got, expected in zip(caches, (pages.k_cache, pages.v_cache), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -170,9 +207,8 @@ def test_a_padding_row_of_no_tokens_gives_zeros_and_harms_nobody(splits: int, dt
     torch.manual_seed(4)
     pages = Pages([(40, 1), (3, 1), (90, 1)], (4, 2, 64, 16), dtype)
     pages.context_lens[1] = 0
-    partials = paged_keys.Partials.empty(3, 4, splits, 64, DEVICE) if splits > 1 else None
     arguments = (pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale)
-    paged_decode.paged_decode(*arguments, out=pages.out, partials=partials)
+    paged_decode.paged_decode(*arguments, out=pages.out, split=split_walk(pages, splits))
     close(pages.out, paged_decode.reference(*arguments))
     assert not pages.out[1].any()
 
@@ -253,8 +289,8 @@ def test_the_backend_takes_the_fused_projection_as_it_comes(norms: bool, dtype: 
     given = (*weights, 1e-6) if norms else None
     got = backend.forward_qkv(qkv, given, (cos, sin), pages.k_cache, pages.v_cache, pages.scale, batch)
     k_cache, v_cache = pages.k_cache.clone(), pages.v_cache.clone()
-    options = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6} if norms else {}
-    pages.q = rope_cache.reference(qkv, cos, sin, batch.slot_mapping, k_cache, v_cache, num_heads=6, **options)
+    rotation = rope_cache.Rotation(cos, sin, batch.slot_mapping, given)
+    pages.q = rope_cache.reference(qkv, rotation, k_cache, v_cache, num_heads=6)
     close(got.view(pages.q.shape), pages.expected())
 
 
@@ -310,10 +346,10 @@ def test_rotary_and_the_cache_write(shape: tuple, norms: bool, any_dtype: torch.
     slots[4] = -1  # padding: it has a row, but no place in the cache
     caches = [torch.randn(30, size, kv_heads, dim).to(any_dtype).to(DEVICE) for _ in range(2)]
     expected_caches = [cache.clone() for cache in caches]
-    options = {"q_weight": q_weight, "k_weight": k_weight, "eps": 1e-6} if norms else {}
+    rotation = rope_cache.Rotation(cos, sin, slots, (q_weight, k_weight, 1e-6) if norms else None)
     before = qkv.clone()
-    q = rope_cache.rope_cache(qkv, cos, sin, slots, *caches, num_heads=heads, **options)
-    close(q, rope_cache.reference(qkv, cos, sin, slots, *expected_caches, num_heads=heads, **options))
+    q = rope_cache.rope_cache(qkv, rotation, *caches, num_heads=heads)
+    close(q, rope_cache.reference(qkv, rotation, *expected_caches, num_heads=heads))
     for cache, expected in zip(caches, expected_caches, strict=True):
         close(cache, expected)
     assert torch.equal(qkv, before)
@@ -342,16 +378,37 @@ def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
     close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(5, 64), (16, 576), (37, 3072)], ids=str)
-def test_products_of_few_rows(shape: tuple[int, int], rows: int, bias: bool, any_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    ("rows", "norm"),
+    [(1, "no norm"), (1, "norm"), (1, "sum and norm"), (2, "sum and norm"), (3, ""), (5, ""), (17, ""), (64, "")],
+)
+@pytest.mark.parametrize("shape", [(6, 64), (40, 576), (74, 3072)], ids=str)
+def test_products_of_few_rows(
+    shape: tuple[int, int], rows: int, norm: str, gated: bool, any_dtype: torch.dtype
+) -> None:
     torch.manual_seed(12)
     outputs, columns = shape
-    x = torch.randn(rows, columns).to(any_dtype).to(DEVICE)
+    x, residual = (torch.randn(rows, columns).to(any_dtype).to(DEVICE) for _ in range(2))
     weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
-    shift = torch.randn(outputs).to(any_dtype).to(DEVICE) if bias else None
-    close(gemv.gemv(x, weight, shift), gemv.reference(x, weight, shift))
+    bias = torch.randn(outputs).to(any_dtype).to(DEVICE) if rows % 2 else None
+    gain = (torch.rand(columns) + 0.5).to(any_dtype).to(DEVICE)
+    given = None if norm in ("", "no norm") else Norm(gain, 1e-6, residual if norm == "sum and norm" else None)
+    expected = gemv.reference(x, weight, bias, norm=given, gated=gated)
+    arrived = skinny.counters(weight)
+    for _ in range(2):  # the second finds what the first left in its counters
+        if rows <= gemv.MAX_ROWS:
+            y, total = gemv.gemv(x, weight, bias, norm=given, gated=gated)
+            close(total, expected[1])
+        else:
+            y = skinny.skinny(x, weight, bias, arrived, gated=gated)
+        close(y, expected[0])
+    assert not arrived.any()
+
+
+def test_products_of_few_rows_share_the_columns_where_outputs_are_few(any_dtype: torch.dtype) -> None:
+    """Several programs a row of W, of which the last adds up what all have."""
+    assert skinny._tile(40, 2048)[2] > 1
 
 
 # ---------------------------------------------------------------------- whole models

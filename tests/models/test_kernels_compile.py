@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from models.kernels import (
     gemv,
+    overlap,
     paged_decode,
     paged_prefill,
     rmsnorm,
@@ -28,7 +29,10 @@ from models.kernels import (
     step_rows,
     truncation,
 )
+from models.kernels.few_rows import FewRows
 from models.kernels.paged_keys import Partials
+from models.kernels.rmsnorm import Norm
+from models.kernels.rope_cache import Rotation
 from models.kernels.row_settings import RowSettings
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     found: list[Any] = []
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
         types, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.params):
@@ -61,6 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         found.append(triton.compile(source, target=HOPPER, options=options))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(overlap, "launch_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return found
 
@@ -82,29 +87,60 @@ def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
     assert compiled[0].metadata.shared <= HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("splits", [1, 8, 32])
 @pytest.mark.parametrize("dim", [128, 256])
-def test_paged_decode(dim: int, compiled: list[Any]) -> None:
+def test_paged_decode(dim: int, splits: int, compiled: list[Any]) -> None:
     q, keys, values, _, lens, tables = pages(dim)
-    partials = Partials.empty(1, 4, 8, dim, CPU)
-    paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, out=torch.empty_like(q[:1]), partials=partials)
-    assert [kernel.metadata.name for kernel in compiled] == ["_paged_decode", "_merge"]
-    assert "cp.async" in compiled[0].asm["ptx"]  # keys arrive while others are multiplied
-    assert compiled[0].metadata.shared <= HOPPER_SHARED_BYTES
+    arrived = torch.zeros(2, dtype=torch.int32)
+    split = paged_decode.SplitWalk(Partials.empty(1, 4, splits, dim, CPU), arrived) if splits > 1 else None
+    options = {"out": torch.empty_like(q[:1]), "split": split}
+    paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, **options)
+    qkv, angle, slots = torch.zeros(1, 8 * dim, dtype=BF16), q[:1, 0], torch.zeros(1, dtype=torch.int64)
+    rotation = Rotation(angle, angle, slots, (angle[0], angle[0], 1e-6))
+    paged_decode.decode_qkv(qkv, rotation, keys, values, lens, tables, 1.0, **options)
+    assert [kernel.metadata.name for kernel in compiled] == ["_paged_decode", "_paged_decode"]
+    for kernel in compiled:
+        assert "cp.async" in kernel.asm["ptx"]  # keys arrive while others are multiplied
+        assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+    # The new key is written, all threads wait, and only then keys are read.
+    lines = compiled[1].asm["ptx"].splitlines()
+    written = next(i for i, line in enumerate(lines) if "st.global" in line)
+    read = next(i for i, line in enumerate(lines) if "cp.async" in line)
+    assert any("bar.sync" in line for line in lines[written:read])
 
 
 def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
     keys = pages(128)[1]
     qkv, angle, weight = torch.zeros(64, 8 * 128, dtype=BF16), torch.zeros(64, 128, dtype=BF16), torch.ones(128)
     slots = torch.zeros(64, dtype=torch.int64)
-    norms = {"q_weight": weight.to(BF16), "k_weight": weight.to(BF16), "eps": 1e-6}
-    rope_cache.rope_cache(qkv, angle, angle, slots, keys, keys, num_heads=4, **norms)
-    rope_cache.rope_cache(qkv, angle, angle, slots, keys, keys, num_heads=4)
+    for norms in (None, (weight.to(BF16), weight.to(BF16), 1e-6)):
+        rope_cache.rope_cache(qkv, Rotation(angle, angle, slots, norms), keys, keys, num_heads=4)
     rmsnorm.add_rmsnorm(angle, angle, weight.to(BF16), 1e-6)
     rmsnorm.rmsnorm(angle, weight.to(BF16), 1e-6)
     silu_mul.silu_mul(qkv)
-    for rows in range(1, gemv.MAX_ROWS + 1):
-        gemv.gemv(qkv[:rows], qkv, None)
-    assert len(compiled) == 5 + gemv.MAX_ROWS
+    assert len(compiled) == 5
+
+
+# Of a decoder layer of Qwen3-0.6B: rows and columns of W, whether a norm is before it, whether it ends in SwiGLU.
+PRODUCTS = [(4096, 1024, True, False), (1024, 2048, False, False), (6144, 1024, True, True), (1024, 3072, False, False)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 32, 64])
+@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, compiled: list[Any]) -> None:
+    outputs, columns, normed, gated = product
+    x, weight = torch.zeros(rows, columns, dtype=BF16), torch.zeros(outputs, columns, dtype=BF16)
+    norm = Norm(weight[0], 1e-6, x) if normed and rows <= gemv.MAX_ROWS else None
+    FewRows(weight, None, gated=gated)(x, norm)
+    (kernel,) = compiled
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.launch_pdl and kernel.metadata.shared <= HOPPER_SHARED_BYTES
+    # What is read of W before the kernel before has finished.
+    early = ptx[: ptx.index("griddepcontrol.wait")]
+    if rows <= gemv.MAX_ROWS:
+        assert "ld.global.v4" in early
+    else:
+        assert "prefetch.global.L2" in early and "cp.async" in ptx
 
 
 def test_step_rows(compiled: list[Any]) -> None:

@@ -63,13 +63,10 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         batch: ForwardBatch,
     ) -> Tensor:
-        q_weight, k_weight, eps = norms or (None, None, 0.0)
         kv_heads, dim = k_cache.shape[2:]
         heads = qkv.shape[1] // dim - 2 * kv_heads
-        q = rope_cache.reference(
-            qkv, *rope, batch.slot_mapping, k_cache, v_cache,
-            num_heads=heads, q_weight=q_weight, k_weight=k_weight, eps=eps,
-        )  # fmt: skip
+        rotation = rope_cache.Rotation(*rope, batch.slot_mapping, norms)
+        q = rope_cache.reference(qkv, rotation, k_cache, v_cache, num_heads=heads)
         n, lens = batch.num_decodes, batch.context_lens_tensor
         assert lens is not None and batch.query_start is not None
         decoded = paged_decode.reference(q[:n], k_cache, v_cache, lens[:n], batch.block_tables[:n], scale)
