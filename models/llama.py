@@ -84,7 +84,7 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **place: Any) -> None:
         super().__init__()
         norm_place = {"dtype": place["dtype"], "device": place["device"]}
-        self.self_attn = self.attention_class(config, backend, **place)
+        self.self_attn: Any = self.attention_class(config, backend, **place)
         self.mlp = LlamaMLP(config, **place)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm_place)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **norm_place)
