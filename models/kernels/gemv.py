@@ -102,7 +102,7 @@ def _tile(rows: int, outputs: int, columns: int) -> tuple[int, int, int]:
         block_n, strip, warps = 8, 1024, 8
     else:
         block_n, strip, warps = 4, 1024, 4
-    return block_n, min(strip, triton.next_power_of_2(columns)), warps
+    return block_n, min(strip, 1 << (columns - 1).bit_length()), warps
 
 
 @triton.jit

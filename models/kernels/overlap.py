@@ -21,12 +21,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_MOST_ROWS = 256  # of a step; kernels of more last long, and programs that wait are in the way of those that work
+
 
 @functools.cache
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keywords for the launch of a kernel that has a constexpr OVERLAP."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+def _is_able(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device, rows: int = 1) -> dict[str, Any]:
+    """Keywords for the launch, over so many rows, of a kernel that has a constexpr OVERLAP."""
+    return {"OVERLAP": True, "launch_pdl": True} if rows <= _MOST_ROWS and _is_able(device) else {"OVERLAP": False}
 
 
 @triton.jit

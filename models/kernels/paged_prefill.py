@@ -20,7 +20,7 @@ from torch import Tensor
 from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, choose_splits
 
 # Rows (query, head) of a chunk, one number for each tile that _tile chooses.
-WARM_UP_ROWS = (16, 64, 128)
+WARM_UP_ROWS = (16, 64, 2048)
 
 
 def paged_prefill(
@@ -55,7 +55,7 @@ def paged_prefill(
     assert out.is_contiguous() and out.shape == q.shape
     group = heads // kv_heads
     padded = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, warps, stages = _tile(padded, q.dtype, max(1, tokens // num_seqs) * group)
+    block_m, block_n, warps, stages = _tile(padded, q.dtype, tokens * group)
     block_m = max(block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     programs = (tokens // block_q + num_seqs) * kv_heads
@@ -132,7 +132,7 @@ def reference(
 
 
 def _tile(dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages) for heads padded to `dim` and chunks of about `rows` rows (query, head).
+    """(BLOCK_M, BLOCK_N, warps, stages) for heads padded to `dim` and chunks of `rows` rows (query, head) in all.
 
     Bounded by 227 KiB of shared memory: one tile of queries, and `stages` tiles each of keys and of values.
     """
@@ -145,7 +145,7 @@ def _tile(dim: int, dtype: torch.dtype, rows: int) -> tuple[int, int, int, int]:
     else:
         block_m = 128
     if dim == 128:  # measured on an H200
-        return block_m, 64 if rows > 64 else 128, 4, 2
+        return block_m, 64 if rows > 1024 else 128, 4, 2
     return block_m, 64 if dim < 128 else 32, 4, 3 if dim < 128 else 2
 
 

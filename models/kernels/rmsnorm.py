@@ -59,7 +59,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
         warps = min(16, max(1, block // 256))
         _rmsnorm[(rows,)](
             x, residual, weight, out, total, eps, SIZE=size, BLOCK=block, ADDS=adds, num_warps=warps,
-            **overlap.launch_options(x.device),
+            **overlap.launch_options(x.device, rows),
         )  # fmt: skip
 
 

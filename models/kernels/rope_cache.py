@@ -69,7 +69,7 @@ def rope_cache(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor
         NORMS=rotation.norms is not None,
         BLOCK=block,
         num_warps=1,
-        **overlap.launch_options(qkv.device),
+        **overlap.launch_options(qkv.device, tokens),
     )
     return q
 

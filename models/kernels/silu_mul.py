@@ -23,7 +23,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         block = min(_BLOCK, triton.next_power_of_2(size))
         grid = tokens, triton.cdiv(size, block)
         _silu_mul[grid](
-            gate_up, out, gate_up.stride(0), size, BLOCK=block, **overlap.launch_options(gate_up.device)
+            gate_up, out, gate_up.stride(0), size, BLOCK=block, **overlap.launch_options(gate_up.device, tokens)
         )  # fmt: skip
     return out
 

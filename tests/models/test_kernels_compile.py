@@ -65,7 +65,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         found.append(triton.compile(source, target=HOPPER, options=options))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(overlap, "launch_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    monkeypatch.setattr(overlap, "launch_options", lambda device, rows=1: {"OVERLAP": True, "launch_pdl": True})
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return found
 
