@@ -19,6 +19,8 @@ a prompt, so nothing is reused unless the workload says so.
                            its first token; the files are in the page cache
     offline_256            new tokens per second of 256 requests of 100-1,024 tokens in and out (nano-vllm's bench)
     prefill_32x1024        prompt tokens per second of 32 prompts at once
+    ..._thread             offline_256, decode_bN through the engine's thread, its deltas read by one event loop: what
+                           the page uses, against the bare engine (GPU)
     chat_N                 N conversations of 6 turns (128 tokens asked, 128 answered) that share a 512-token system
                            prompt, each sending its next turn as the last one ends, through the async engine
 """
@@ -160,6 +162,9 @@ def workloads(device: str) -> dict[str, Workload]:
         "ttft_cold_3584": Workload(partial(ttft, history=3584), runs=7),
         "ttft_turn2_3584_64": Workload(partial(ttft, history=3584, new=64), runs=7),
         "offline_256": Workload(offline_256, runs=2),
+        "offline_256_thread": Workload(offline_256, runs=2, mode="chat"),
+        "decode_b1_thread": Workload(partial(decode, batch=1, prompt=prompt, new=long), mode="chat"),
+        "decode_b32_thread": Workload(partial(decode, batch=32, prompt=prompt, new=128), mode="chat"),
         **{f"chat_{n}": Workload(partial(chat, count=n), runs=1, mode="chat") for n in (1, 16, 64, 256)},
         "load": Workload(first_token, runs=3, mode="load"),
     }
@@ -168,7 +173,7 @@ def workloads(device: str) -> dict[str, Workload]:
 DEFAULT = {
     "cpu": "decode_b1 decode_b8 prefill_1024 ttft_cold ttft_turn2 ttft_turn2_nocache load",
     "cuda": "offline_256 decode_b1 decode_b8 decode_b32 ttft_cold_3584 ttft_turn2_3584_64 prefill_32x1024 "
-    "chat_1 chat_16 chat_64 chat_256",
+    "chat_1 chat_16 chat_64 chat_256 offline_256_thread decode_b1_thread decode_b32_thread",
 }
 
 

@@ -26,7 +26,8 @@ class NotOffered(Exception):
 @dataclass(frozen=True)
 class Setup:
     """What an engine's process is told: model is a path, dtype the one that PageTurn chooses for this device, mode
-    "offline" (plain generate), "nocache" (the same, prefix cache off), "chat" (the async engine) or "load"."""
+    "offline" (plain generate), "nocache" (the same, prefix cache off), "chat" (the async engine, generate() too) or
+    "load"."""
 
     model: str
     device: str
@@ -71,6 +72,7 @@ class PageTurn(Engine):
         from engine import LLM, AsyncLLM, SamplingParams
 
         self.params = partial(SamplingParams, temperature=TEMPERATURE, ignore_eos=True)
+        self.mode = setup.mode
         options: dict[str, Any] = {
             "device": setup.device, "tensor_parallel_size": setup.tensor_parallel_size,
             "kv_cache_dtype": setup.kv_cache_dtype, "enable_prefix_caching": setup.mode != "nocache",
@@ -89,11 +91,17 @@ class PageTurn(Engine):
                 self.dtype += ", decodes int4"  # of a file that holds 4-bit weights
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        if self.mode == "chat":  # through the engine's thread, every delta of every stream read
+            self.loop.run_until_complete(self.all_turns(prompts, max_tokens))
+            return
         outs = self.llm.generate(prompts, [self.params(max_tokens=m) for m in max_tokens], use_tqdm=False)
         for out, wanted in zip(outs, max_tokens, strict=True):
             if out.error:
                 raise RuntimeError(out.error)
             exactly(out.token_ids, wanted)
+
+    async def all_turns(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        await asyncio.gather(*(self.turn(p, m) for p, m in zip(prompts, max_tokens, strict=True)))
 
     async def turn(self, ids: list[int], max_tokens: int) -> tuple[float, list[int], int]:
         start, first, new, cached = time.perf_counter(), 0.0, [], 0
@@ -230,6 +238,8 @@ class Vllm(Engine):
         self.dtype = setup.dtype
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:
+        if not hasattr(self.llm, "llm_engine"):
+            raise NotOffered("measured by its own offline engine")
         params = [self.params(max_tokens=m) for m in max_tokens]
         outs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         for out, wanted in zip(outs, max_tokens, strict=True):

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -33,8 +34,7 @@ from engine.sequence import Sequence
 FREE, CACHED, ACTIVE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContent:
+class BlockContent(NamedTuple):
     """What a full block holds. All of it is compared on a hit, so that a hash collision cannot serve
     another prompt's keys and values."""
 
@@ -145,11 +145,14 @@ class BlockManager:
             limit = wanted.start  # from here on its logits are asked for
         count = limit // self.block_size
         self._extend_contents(seq, count)
+        held, index = self._content, self._index
         for content in islice(seq.block_contents, count):
-            block = next((b for b in self._index.get(content.hash, ()) if self._content[b] == content), None)
-            if block is None:
+            for block in index.get(content.hash, ()):
+                if held[block] == content:
+                    matched.append(block)
+                    break
+            else:
                 break
-            matched.append(block)
         return matched
 
     def resident_prefix(self, seq: Sequence) -> int:
@@ -179,15 +182,18 @@ class BlockManager:
         """Give seq the matched blocks and new ones for the rest of its tokens. Call can_admit before."""
         if seq.block_table:
             raise ValueError(f"request {seq.request_id} already holds {len(seq.block_table)} blocks")
-        unused = [block for block in matched if self._state[block] != ACTIVE]
+        at = np.array(matched, np.int64)
+        unused = at[self._state[at] != ACTIVE].tolist()
         for block in unused:
-            self._cached.pop(block, None)
-            self._kept.discard(block)
+            if block in self._cached:
+                del self._cached[block]
+            else:
+                self._kept.discard(block)
         shared = len(matched) - len(unused)
-        self._state[unused] = ACTIVE
-        self._refcount[matched] += 1
-        self._hits[matched] += 1
-        self._last_use[matched] = self._last_hit[matched] = time.time()
+        self._state[at] = ACTIVE
+        self._refcount[at] += 1
+        self._hits[at] += 1
+        self._last_use[at] = self._last_hit[at] = time.time()
         seq.block_table.extend(matched)
         seq.num_indexed_blocks = len(matched)
         seq.num_computed_tokens = seq.num_planned_tokens = len(matched) * self.block_size
@@ -255,16 +261,17 @@ class BlockManager:
 
     def release(self, seq: Sequence) -> None:
         """Take back every block of seq, tail first; full ones stay findable until they are evicted."""
-        self._refcount[seq.block_table] -= 1
-        unused = [block for block in reversed(seq.block_table) if self._refcount[block] == 0]
+        at = np.array(seq.block_table[::-1], np.int64)
+        self._refcount[at] -= 1
+        unused = at[self._refcount[at] == 0]
         self._last_use[unused] = time.time()
-        for block in unused:
+        self._state[unused] = CACHED
+        for block in unused.tolist():
             if self._content[block] is None:
                 self._state[block] = FREE
                 self._empty[block] = None
                 self._empty.move_to_end(block, last=False)
             else:
-                self._state[block] = CACHED
                 self._set_aside(block)
         seq.block_table = []
         seq.num_indexed_blocks = 0

@@ -402,6 +402,7 @@ class EngineThread:
             cache_salt=request.origin.cache_salt,
             request_id=request.request_id,
             arrival=request.arrival,
+            validated=True,
         )
 
     def _ask(self, question: Callable[[LLMEngine], T]) -> T:

@@ -65,10 +65,7 @@ class LLM:
         for ids, one in zip(encoded, params, strict=True):
             self.engine.validate(ids, one, priority)
         Origin(cache_salt=cache_salt)  # raises for a bad one
-        order = [
-            self.add_request(ids, one, priority, cache_salt=cache_salt)
-            for ids, one in zip(encoded, params, strict=True)
-        ]
+        order = [self._add(ids, one, priority, cache_salt) for ids, one in zip(encoded, params, strict=True)]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}
         with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
@@ -124,7 +121,12 @@ class LLM:
         """Queue one request for step(); returns its id."""
         params = sampling_params or SamplingParams()
         ids = self.engine.encode(prompt)
-        request_id = self.engine.add_request(ids, params, priority, cache_salt=cache_salt)
+        self.engine.validate(ids, params, priority)
+        return self._add(ids, params, priority, cache_salt)
+
+    def _add(self, ids: list[int], params: Params, priority: RequestPriority, cache_salt: str) -> int:
+        """Queue what validate() has passed."""
+        request_id = self.engine.add_request(ids, params, priority, cache_salt=cache_salt, validated=True)
         self._streams[request_id] = open_state(request_id, ids, params, self.tokenizer)
         return request_id
 

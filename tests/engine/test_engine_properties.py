@@ -33,7 +33,7 @@ from engine.origin import Origin
 from engine.outputs import RequestPriority
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduler import StepPlan
-from engine.sequence import SequenceStatus
+from engine.sequence import Sequence, SequenceStatus
 from engine.tensor_parallel import RanksLost
 from engine.waiting_queue import MAX_OVERTAKEN
 from perilous_runner import Corrupted, perilous_engine
@@ -96,6 +96,13 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.runner.leads = kind == "ahead"
+        self.num_distrusted, distrust = 0, self.engine.blocks.distrust
+
+        def counted(seq: Sequence) -> None:
+            self.num_distrusted += 1
+            distrust(seq)
+
+        self.engine.blocks.distrust = counted  # type: ignore[method-assign]
         self.pool_tokens = num_blocks * block_size
         self.pace, self.crowd = pace, Random(crowd)
 
@@ -324,11 +331,11 @@ class EngineMachine(RuleBasedStateMachine):
         """What was pinned before and was not unpinned meanwhile holds what it held, but for what is distrusted."""
         blocks, first_event = self.engine.blocks, self.engine.events.last_seq
         before = {o: {b: blocks._content[b] for b in blocks.pins.blocks(o)} for o in blocks.pins.owners()}
-        num_rebuilt = self.runner.num_rebuilt
+        lost = self.runner.num_rebuilt, self.num_distrusted
         yield
         events = self.engine.events.since(first_event)
         unpinned = {event.owner for event in events if event.kind == "unpin"}
-        if self.runner.num_rebuilt > num_rebuilt or any(event.kind == "error" for event in events):
+        if (self.runner.num_rebuilt, self.num_distrusted) != lost:
             return
         for owner in before.keys() & set(blocks.pins.owners()) - unpinned:
             assert all(blocks._content[block] == content for block, content in before[owner].items())

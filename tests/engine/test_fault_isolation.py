@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import LLM, SamplingParams
+from engine import LLM, BeamSearchParams, SamplingParams
 from engine.model_runner import ModelRunner
 from engine.scheduler import StepPlan
+from perilous_runner import perilous_engine
 from reference import assert_greedy
 
 POISON = 511  # the token whose embedding is NaN
@@ -120,3 +121,21 @@ def test_a_step_too_large_for_the_allocator_is_computed_in_parts_with_the_same_t
     assert_greedy(reference, PROMPTS, [o.token_ids for o in outputs])
     assert 1 <= len(refused) <= 4
     llm.engine.check_integrity()
+
+
+def test_what_the_other_beams_of_a_search_wrote_is_not_trusted_either_when_one_is_not_finite() -> None:
+    """They are in the same step, and end with the first of them: their blocks must be overwritten all the same."""
+    engine, runner = perilous_engine(8, 4, max_num_seqs=4)
+    search = engine.add_request([1, 2, 3], BeamSearchParams(beam_width=3, max_tokens=12))
+    while len(engine.scheduler.running) < 3 or any(len(seq.token_ids) < 6 for seq in engine.scheduler.running):
+        engine.step()
+    runner.bad.add(search)
+    ended = engine.step()
+    assert [output.error for output in ended] == ["the model produced logits that are not finite"]
+    for i in range(8):  # one by one they come to stand in every block of the pool
+        request = engine.add_request([50 + i, 7, 8], SamplingParams(max_tokens=6, ignore_eos=True))
+        outputs = []
+        while not engine.is_finished():
+            outputs += engine.step()
+        assert {output.request_id for output in outputs} == {request}
+        assert outputs[-1].finish_reason == "length", outputs[-1].error

@@ -108,8 +108,11 @@ class PerilousRunner(HistoryRunner):
                 self._poisoned.update(self._slot(item.seq.block_table, position) for position in ends)
                 broken.add(item.seq.request_id)
             elif self._poisoned:
-                table = item.seq.block_table[: -(-(item.start + item.num_tokens) // size)]
-                if any(slot in self._poisoned for b in table for slot in range(b * size, (b + 1) * size)):
+                end = item.start + item.num_tokens
+                table = item.seq.block_table[: -(-end // size)]
+                slots = [slot for b in table for slot in range(b * size, (b + 1) * size)]
+                # Kernels of a runner that leads read nothing behind the end of a sequence.
+                if not self._poisoned.isdisjoint(slots[:end] if self.leads else slots):
                     broken.add(item.seq.request_id)
         return broken
 
