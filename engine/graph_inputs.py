@@ -86,18 +86,6 @@ class GraphInputs:
         """The device's buffers for steps of a shape; those of all shapes lie in the same memory."""
         return _cut(self._storage, shape)
 
-    def can_follow(self, items: list[ScheduledSequence]) -> bool:
-        """Whether a step of these can be sent before the tokens of the last one are known: each that is missing is one
-        that the last step draws, and the captured draw is all that the new step needs."""
-        for item in items:
-            seq, end = item.seq, item.start + item.num_tokens
-            known = end <= len(seq.token_ids)
-            if not known and seq.seq_id not in self.drawn:
-                return False
-            if item.samples and (len(seq.drawn) > 1 or not self._sampling.draws(seq, end)):
-                return False
-        return True
-
     def send(self, items: list[ScheduledSequence], num_decodes: int, shape: Shape, turn: int) -> bool:
         """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
         the device must have read. Returns whether the captured draw is all that the step needs."""

@@ -34,10 +34,6 @@ class GraphSampling:
         self._is_penalized = np.zeros(num_rows, np.bool_)
         self._next_position = np.zeros(num_rows, np.int64)  # that the counts of a penalized row are right for
 
-    def draws(self, seq: Sequence, position: int) -> bool:
-        """Whether the captured draw is all that the sequence needs for its token at this position."""
-        return _drawn_from(seq) <= position
-
     def introduce(self, index: int, seq: Sequence) -> None:
         """From here on the row is this sequence's."""
         params, settings = seq.params, self.settings
@@ -88,6 +84,11 @@ class GraphSampling:
         prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens : num_tokens]
         ids, values = (torch.from_numpy(a).to(self._device) for a in count_tokens(prompt, output, self._vocab_size))
         self.settings.counts[index].zero_().index_copy_(0, ids, values)
+
+
+def draws(seq: Sequence, position: int) -> bool:
+    """Whether the captured draw is all that the sequence needs for its token at this position."""
+    return _drawn_from(seq) <= position
 
 
 def _drawn_from(seq: Sequence) -> int:

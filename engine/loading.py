@@ -91,7 +91,6 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         runner = ranks = TensorParallelRunner(config, path, model_config, device, limits=limits, progress=progress)
         num_blocks = ranks.num_blocks
         num_parameters = count_parameters(model_config)
-        logger.info("graphs: none (tensor_parallel_size is above 1)")
     else:
         runner = ModelRunner(
             path, model_config, device, **limits, enforce_eager=config.enforce_eager, progress=progress

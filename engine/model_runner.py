@@ -28,7 +28,9 @@ from engine.step_graphs import StepGraphs
 from engine.step_inputs import StepInputs
 from models.batch import ForwardBatch
 from models.config import ModelConfig
+from models.layers import one_shot
 from models.layers.attention import attention_layers
+from models.layers.parallel import any_rank
 from models.loader import load_model
 
 logger = logging.getLogger("pageturn.engine")
@@ -61,7 +63,7 @@ class StepHandle:
 
 class ModelRunner:
     """Runs one model, or one rank's shard of it, on one device. num_blocks and max_model_len are fixed when it is
-    built. Of several ranks every one runs every step, and rank 0 samples. graph_bytes: memory that capture_graphs()
+    built. Of several ranks every one runs every step, and rank 0 samples; what a captured step draws all have. graph_bytes: memory that capture_graphs()
     may take beside the KV pool."""
 
     def __init__(
@@ -83,7 +85,7 @@ class ModelRunner:
         self.block_size = device.block_size
         self.max_blocks_per_seq = -(-max_model_len // self.block_size)
         self._max_num_tokens = max_num_tokens
-        self._tp_size = tp_size
+        self._tp_rank, self._tp_size = tp_rank, tp_size
         progress("loading weights", 0.0)
         self.model: Any = load_model(
             path,
@@ -95,6 +97,9 @@ class ModelRunner:
             tp_rank=tp_rank,
             tp_size=tp_size,
         )
+        if tp_size > 1:
+            why = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
+            logger.info("sums over ranks: %s", "one shot, large ones by NCCL" if why is None else f"no one shot ({why})")
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)
@@ -108,7 +113,9 @@ class ModelRunner:
         )
         self.graphs: StepGraphs | None = None
         self._shapes = all_shapes(max_num_seqs, max_num_tokens)
-        self._why_eager = step_graphs.why_eager(enforce_eager, device, self.model, self.sampler, tp_size)
+        self._why_eager = step_graphs.why_eager(enforce_eager, device, self.model, self.sampler)
+        if tp_size > 1 and any_rank(self._why_eager is not None, device.device):
+            self._why_eager = self._why_eager or "another rank cannot"
         self.graph_bytes = 0 if self._why_eager else step_graphs.memory_budget(self._shapes, model_config)
 
     def kv_bytes_per_block(self) -> int:
@@ -163,7 +170,7 @@ class ModelRunner:
 
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; returns the sampled id of each of handle.sequences, BAD_TOKEN where the logits
-        were not finite. On a rank other than 0 there are none."""
+        were not finite. On a rank other than 0 there are none, or the same."""
         handle.prompt_logprobs = [(seq, scores.read()) for seq, scores in handle.prompt_scores]
         if handle.scores is not None:
             found = zip(handle.scored, handle.scores.read(), strict=True)
@@ -232,7 +239,10 @@ class ModelRunner:
         device = self.device.device
         inputs = GraphInputs(self._tables, self.model_config.vocab_size, self.block_size, self._shapes, device)
         recorder = step_graphs.CudaRecorder(device)
-        self.graphs = StepGraphs(self.model, self.sampler, inputs, self._shapes, self.block_size, device, recorder)
+        ranks = self._tp_rank, self._tp_size
+        self.graphs = StepGraphs(
+            self.model, self.sampler, inputs, self._shapes, self.block_size, device, recorder, *ranks
+        )
         self.graphs.capture(self.graph_bytes, progress)
 
     def check_device(self) -> None:
@@ -277,6 +287,8 @@ class ModelRunner:
         sampled, rows = [seq for seq, _ in drawn], [row for _, row in drawn]
         if step.token_ids is not None:
             return StepHandle(sampled, step.token_ids, step.done, rows)
+        if step.logits is None:
+            return StepHandle([], None)
         logits = step.logits.index_select(0, self._inputs.to_device(torch.tensor(rows)))
         return self._sample(logits.float(), sampled)
 

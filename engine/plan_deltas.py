@@ -4,8 +4,9 @@ PlanEncoder stands beside the engine, PlanDecoder on every rank; both remember w
 A decoding sequence costs a step its id, one token and, every block_size steps, one block, however long it is. One that
 was preempted comes back with a block table of its own, and of its tokens with those that are new.
 
-Tokens that were sampled reach the ranks this way too, with the next step, and not by a broadcast within the step:
-the engine must see them first in any case, to decide who goes on, and a collective more would lengthen every step.
+Tokens that were sampled reach the ranks this way too, once the engine has seen them. A step that is launched before
+that (launch_ahead.py) takes them from where the step before left them on each rank; then a sequence's tokens here end
+before the place that the step starts at.
 
 A sequence that was forked off another one of its request is told by that other one, and its prompt is not sent again.
 A beam, whose tokens and blocks are replaced between steps, costs what differs from those that it had.

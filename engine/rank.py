@@ -5,11 +5,16 @@ It is told everything over one channel, a socket pair made for it alone, and ans
     ("progress", stage, percent)        while it loads
     ("fits", num_blocks)                its shard is loaded, and that many KV blocks fit beside it; what it is told
                                         next is how many it is to allocate
-    ("ready", seconds a token)          warmed up, and how fast it then was
+    ("ready", (seconds a token, shapes))  warmed up, how fast it then was, and which steps are captured as graphs: the
+                                        same ones on every rank
     ("compiling",)                      at any time: it compiles a kernel, and may need longer
-    ("done", answer, calls)             for every step; see step_answer.py; empty on ranks other than 0. calls counts
-                                        the collectives so far.
+    ("log", level, text)                at any time, rank 0 alone: what its engine has to say
+    ("done", answer, calls)             for every step, in order; see step_answer.py; empty on ranks other than 0.
+                                        calls counts the collectives so far, a graph's as one.
     ("failed", exception, calls)        instead of any of these; calls is None where the process is of no more use
+
+A step comes as (plan, chores, ahead); see plan_deltas.py. One that is to run ahead is launched while the step before it
+still runs; any other when that one is answered.
 
 It ends when it is told None, or when the parent's end of the channel closes: then at once, whatever it is doing, so
 that no death of the parent leaves a rank behind. ^C and SIGTERM often reach the whole process group; they are the
@@ -20,6 +25,7 @@ Imports nothing heavy at the top: the watch over the parent must stand before to
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import select
@@ -29,6 +35,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +46,11 @@ from models.config import ModelConfig
 
 if TYPE_CHECKING:
     from engine.device import DevicePlan
-    from engine.model_runner import ModelRunner
+    from engine.model_runner import ModelRunner, StepHandle
+    from engine.plan_deltas import Message
+
+# Seconds that a rank with a card waits awake for its next step before it sleeps.
+_SPIN = 200e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,8 @@ def main(setup: RankSetup, channel: Connection) -> None:
     _prepare_environment(setup)
     try:
         runner = _load(setup, channel)
-        _serve(runner, channel)
+        RankLoop(runner, channel, speaks=setup.rank == 0).serve()
+        runner.exit()  # NCCL ends when no graph holds its operations any more
     except (EOFError, ConnectionError):  # the parent is gone, and this thread has seen it first
         end_as_an_orphan(setup.folder)
     except Exception as error:
@@ -123,6 +135,11 @@ def _prepare_environment(setup: RankSetup) -> None:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # Multicast over NVLink is of no use to messages this small, and needs what not every machine allows.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # Registering every buffer of every captured exchange with the other ranks would take longer than it ever saves.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
@@ -154,6 +171,8 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
             channel.send(("progress", stage, percent))
 
     _tell_of_compiling(channel)
+    if setup.rank == 0:
+        _tell_what_is_logged(channel)
     runner = ModelRunner(
         setup.path,
         setup.model_config,
@@ -168,8 +187,23 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
     channel.send(("fits", num_blocks_that_fit(setup.config, devices, plan, runner)))
     runner.allocate_kv_cache(channel.recv())
     runner.warm_up(report)
-    channel.send(("ready", _seconds_per_token(runner, plan)))
+    runner.capture_graphs(report)
+    shapes = [] if runner.graphs is None else runner.graphs.shapes
+    channel.send(("ready", (_seconds_per_token(runner, plan), shapes)))
     return runner
+
+
+def _tell_what_is_logged(channel: Connection) -> None:
+    """Have the engine's log, which the parent has set up and this process has not, written there."""
+
+    class ToParent(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            channel.send(("log", record.levelno, record.getMessage()))
+
+    logger = logging.getLogger("pageturn.engine")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(ToParent())
 
 
 def _tell_of_compiling(channel: Connection) -> None:
@@ -193,32 +227,105 @@ def _seconds_per_token(runner: ModelRunner, plan: DevicePlan) -> float:
     return (time.perf_counter() - started) / num_tokens
 
 
-def _serve(runner: ModelRunner, channel: Connection) -> None:
-    """Run steps until told to end."""
-    from engine.plan_deltas import PlanDecoder
-    from engine.step_answer import to_answer
-    from models.layers.parallel import Collective
+@dataclass(slots=True)
+class _Launched:
+    """A step that has no answer yet: in flight, or failed already. calls: the collectives up to its end."""
 
-    collectives = [module for module in runner.model.modules() if isinstance(module, Collective)]
-    decoder = PlanDecoder()
-    while (message := channel.recv()) is not None:
-        step, chores = message
-        plan, ended = decoder.decode(step)
+    handle: StepHandle | None
+    error: Exception | None
+    calls: int | None
+
+
+class RankLoop:
+    """Runs the steps that a rank is sent, one behind the other. speaks: what they find is wanted from this rank."""
+
+    def __init__(self, runner: ModelRunner, channel: Connection, *, speaks: bool) -> None:
+        from engine.plan_deltas import PlanDecoder
+        from models.layers.parallel import Collective
+
+        self._runner, self._channel, self._speaks = runner, channel, speaks
+        self._collectives = [module for module in runner.model.modules() if isinstance(module, Collective)]
+        self._decoder = PlanDecoder()
+        self._in_flight: deque[_Launched] = deque()
+        self._launched_last = False
+        self._inbox = select.poll()
+        self._inbox.register(channel.fileno(), select.POLLIN)
+        self._spin = _SPIN if runner.device.device.type == "cuda" else 0.0
+
+    def serve(self) -> None:
+        """Until told to end."""
+        while True:
+            if self._in_flight and self._ends_first(self._in_flight[0]):
+                self._answer()
+                continue
+            if not self._in_flight:
+                self._await_message()
+            message = self._channel.recv()
+            if message is None:
+                return
+            step, chores, ahead = message
+            while self._in_flight and not ahead:
+                self._answer()
+            self._in_flight.append(self._launch(step, chores))
+
+    # -- internals ------------------------------------------------------------------------------------
+
+    def _launch(self, step: Message, chores: Chores) -> _Launched:
+        runner = self._runner
+        plan, ended = self._decoder.decode(step)
         for seq_id in ended:
             runner.forget(seq_id)
         chores_done = False
         try:
             chores.do(runner)
             chores_done = True
+            if not self._launched_last and any(i.start + i.num_tokens > len(i.seq.token_ids) for i in plan.items):
+                raise RuntimeError("the step before it, whose tokens it goes on from, was not launched")
             handle = runner.launch(plan)
-            answer = to_answer(handle, runner.collect(handle))
         except Exception as error:
+            self._launched_last = False
             # A step can be run again in parts, but chores are told once: a block that was not copied would be used.
             usable = chores_done and _is_usable(runner.device)
-            calls = sum(c.num_calls for c in collectives) if usable else None
-            channel.send(("failed", _portable(error), calls))
-        else:
-            channel.send(("done", answer, sum(c.num_calls for c in collectives)))
+            return _Launched(None, error, self._num_calls() if usable else None)
+        self._launched_last = True
+        return _Launched(handle, None, self._num_calls())
+
+    def _answer(self) -> None:
+        """Collect the oldest step in flight, and say what it found."""
+        from engine.step_answer import EMPTY, to_answer
+
+        step = self._in_flight.popleft()
+        if step.handle is not None:
+            try:
+                token_ids = self._runner.collect(step.handle)
+            except Exception as error:
+                step.error, step.calls = error, step.calls if _is_usable(self._runner.device) else None
+            else:
+                answer = to_answer(step.handle, token_ids) if self._speaks else EMPTY
+                self._channel.send(("done", answer, step.calls))
+                return
+        assert step.error is not None
+        self._channel.send(("failed", _portable(step.error), step.calls))
+
+    def _ends_first(self, step: _Launched) -> bool:
+        """Wait until the step has ended or a message is there -> whether it was the former."""
+        arrived = step.handle.arrived if step.handle is not None else None
+        if arrived is None:  # it ends in collect(), or has failed already: nothing runs behind it
+            return True
+        while not arrived.query():
+            if self._inbox.poll(0):
+                return False
+        return True
+
+    def _await_message(self) -> None:
+        """Wait for it awake for a moment: while work flows the next one comes before a sleeper would be up."""
+        until = time.perf_counter() + self._spin
+        while not self._inbox.poll(0) and time.perf_counter() < until:
+            pass
+
+    def _num_calls(self) -> int:
+        graphs = self._runner.graphs
+        return sum(c.num_calls for c in self._collectives) + (graphs.num_replays if graphs is not None else 0)
 
 
 def _is_usable(plan: DevicePlan) -> bool:

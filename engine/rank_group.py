@@ -4,7 +4,7 @@ The command channel is a socket pair for each rank: nameless, without a port, go
 messages of any size. The ranks find each other through a file in a folder made for the group; so engines on one
 machine never meet.
 
-Each rank answers each command. A death is seen at once, a hang when an answer has not come in the time that the
+Each rank answers each command, in order. A death is seen at once, a hang when an answer has not come in the time that the
 caller allows; loading and warming up have no limit, for they report progress. Imports no torch.
 """
 
@@ -24,11 +24,13 @@ import struct
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine.graph_shapes import Shape
 from engine.rank import RankSetup, main
 
 logger = logging.getLogger("pageturn.engine")
@@ -62,7 +64,7 @@ class RankGroup:
         self.folder = Path(tempfile.mkdtemp(prefix="pageturn-ranks-"))
         self.processes: list[Any] = []
         self._channels: list[Connection] = []
-        self._answered: dict[int, tuple] = {}
+        self._answered: list[deque[tuple]] = [deque() for _ in range(size)]
         self._selector = selectors.DefaultSelector()
         _groups.add(self)
         spawn = multiprocessing.get_context("spawn")
@@ -82,8 +84,8 @@ class RankGroup:
             self.kill()
             raise
 
-    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, float]:
-        """Wait until every rank is ready -> (KV blocks, the slowest rank's seconds a token).
+    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, float, list[Shape]]:
+        """Wait until every rank is ready -> (KV blocks, the slowest rank's seconds a token, the captured shapes).
 
         num_blocks: None for the smallest number that any rank can hold. Raises what kept a rank from loading
         (ValueError for a model that cannot be served), RanksLost where one died of it; all are killed then.
@@ -95,7 +97,9 @@ class RankGroup:
                 logger.info("KV blocks that the ranks can hold: %s; the smallest number is used", shown)
             chosen = min(fitting) if num_blocks is None else num_blocks
             self.send(chosen)
-            return chosen, max(self._await_all("ready", progress))
+            ready = self._await_all("ready", progress)
+            assert all(shapes == ready[0][1] for _, shapes in ready), f"the ranks' graphs differ: {ready}"
+            return chosen, max(seconds for seconds, _ in ready), ready[0][1]
         except BaseException:
             self.kill()
             raise
@@ -112,30 +116,33 @@ class RankGroup:
                 raise RanksLost(self._death(rank)) from None
 
     def answers(self, seconds: float) -> list[tuple]:
-        """One answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies. One that compiles
-        a kernel has COMPILE_PATIENCE from then on.
+        """The next answer of every rank, by rank. RanksLost after so many seconds, or when a rank dies. One that
+        compiles a kernel has COMPILE_PATIENCE from then on.
 
         Where a rank has failed, the others may wait for it in a collective for ever, and have two seconds.
         """
-        got = self._answered  # kept where ^C comes in between
+        got = self._answered  # kept where ^C comes in between; a rank may be steps ahead of another
         deadline = time.monotonic() + seconds
-        while len(got) < self.size:
+        failed: tuple | None = None
+        while not all(got):
+            if failed is None:
+                failed = next((answers[0] for answers in got if answers and answers[0][0] == "failed"), None)
+                if failed is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
             answer = self._next(deadline - time.monotonic())
             if answer is None:
-                failed = [a for a in got.values() if a[0] == "failed"]
-                if failed:
-                    raise RanksLost(f"a rank failed alone: {in_words(failed[0][1])}") from failed[0][1]
-                missing = ", ".join(str(r) for r in range(self.size) if r not in got)
+                if failed is not None:
+                    raise RanksLost(f"a rank failed alone: {in_words(failed[1])}") from failed[1]
+                missing = ", ".join(str(rank) for rank, answers in enumerate(got) if not answers)
                 raise RanksLost(f"rank {missing} has not answered for {seconds:.1f} s: it hangs")
             rank, message = answer
             if message[0] == "compiling":
                 deadline = max(deadline, time.monotonic() + COMPILE_PATIENCE)
-                continue
-            got[rank] = message
-            if message[0] == "failed":
-                deadline = min(deadline, time.monotonic() + _GRACE)
-        self._answered = {}
-        return [got[rank] for rank in range(self.size)]
+            elif message[0] == "log":
+                logger.log(*message[1:])
+            else:
+                got[rank].append(message)
+        return [answers.popleft() for answers in got]
 
     def loss(self) -> RanksLost | None:
         """Why the group cannot be used any more, as far as it shows without asking: a rank that is dead."""
@@ -182,6 +189,8 @@ class RankGroup:
                 stage = message[1:]
             elif message[0] == "compiling":
                 pass
+            elif message[0] == "log":
+                logger.log(*message[1:])
             elif message[0] == "failed":
                 raise message[1]
             else:

@@ -13,6 +13,8 @@ from engine.scheduler import StepPlan
 # Sampled ids; log-probabilities of those who want them; those of the chunks of prompts whose are wanted.
 Answer = tuple[list[int], list[TokenLogprobs], list[list[TokenLogprobs]]]
 
+EMPTY: Answer = [], [], []  # of a rank that is not asked
+
 
 def awaited(plan: StepPlan) -> StepHandle:
     """The handle of `plan` before its answer: who draws and whose prompts are scored, in ModelRunner's order."""

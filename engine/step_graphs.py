@@ -3,7 +3,8 @@
 A graph is one shape of step (see graph_shapes.py): from the step's inputs to the drawn token ids. Steps are padded to a
 shape captured. All graphs share a pool of memory, which they can because they never run at once: what one leaves there
 is read before the next is launched, on the same stream. Logits and token ids have buffers of their own, of which every
-graph uses the first rows; so the next step finds the ids there, also before the host has read them.
+graph uses the first rows; so the next step finds the ids there, also before the host has read them. Of several ranks
+rank 0 draws, and the graph sends the ids to the others; num_replays counts, for the ranks' sake, the steps launched.
 
 What the host chooses when a step is launched (grids, splits) is frozen in a graph. So nothing in it may follow from the
 lengths of the moment: the block tables are always handed over in their full width.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine import launch_ahead
 from engine.device import DevicePlan
 from engine.graph_inputs import GraphBuffers, GraphInputs
 from engine.graph_shapes import Shape, capture_order
@@ -30,6 +32,7 @@ from models import kernels
 from models.batch import ForwardBatch
 from models.config import ModelConfig
 from models.layers.attention import attention_layers
+from models.layers.parallel import any_rank, broadcast_from_first
 from models.layers.rotary import RotaryEmbedding
 
 logger = logging.getLogger("pageturn.engine")
@@ -69,11 +72,11 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class GraphStep:
-    """A replayed step: logits [S, V] of a row for each place of its shape, on the device until the next launch, and
-    token_ids int64 [S], in host memory once `done` has happened, or None where the step needs more than the graph's
+    """A replayed step: logits [S, V] of a row for each place of its shape, on the device until the next launch, of
+    several ranks on rank 0 alone; and token_ids int64 [S], in host memory once `done` has happened, or None where the step needs more than the graph's
     draw. rows: by item of the plan, its place."""
 
-    logits: Tensor
+    logits: Tensor | None
     token_ids: Tensor | None
     done: Any
     rows: list[int]
@@ -91,16 +94,22 @@ class StepGraphs:
         block_size: int,
         device: torch.device,
         recorder: CudaRecorder,
+        tp_rank: int = 0,
+        tp_size: int = 1,
     ) -> None:
         self.shapes: list[Shape] = []  # those captured
         self._wanted = shapes
         self._model, self._sampler, self._inputs = model, sampler, inputs
         self._block_size = block_size
         self._recorder = recorder
+        self._device, self._tp_size = device, tp_size
+        self.num_replays = 0
         self._used_before = recorder.used_bytes()
         self._step_rows = kernels.load("step_rows", device)
         most = max(shape.sequences for shape in shapes)
-        self._logits = torch.zeros(most, sampler.vocab_size, dtype=model.lm_head.out_dtype, device=device)
+        self._logits: Tensor | None = None
+        if tp_rank == 0:
+            self._logits = torch.zeros(most, sampler.vocab_size, dtype=model.lm_head.out_dtype, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.arange(most, device=device)
         pinned = device.type == "cuda"
@@ -112,14 +121,14 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, budget: int, progress: Callable[[str, float], None], seconds: float = SECONDS) -> None:
         """Record a graph of each shape, the most useful first, while they take at most `budget` bytes and `seconds`;
-        the log says what they took."""
+        the log says what they took. Of several ranks none goes on where one has had enough."""
         started = time.perf_counter()
         order = capture_order(self._wanted)
         used, why = 0, ""
         for i, shape in enumerate(order):
             progress("capturing graphs", 100.0 * i / len(order))
             used, elapsed = self._recorder.used_bytes() - self._used_before, time.perf_counter() - started
-            if elapsed > seconds or used > budget:
+            if self._any_rank(elapsed > seconds or used > budget):
                 why = f"; left out: {', '.join(map(_name, sorted(order[i:])))}"
                 break
             # Padding rows only: nothing is written to the cache.
@@ -144,15 +153,11 @@ class StepGraphs:
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The cheapest captured shape that holds the plan's step; None where there is none, or the step is to report
         what no graph computes."""
-        decodes, chunks = plan.num_decodes, plan.items[plan.num_decodes :]
-        if any(item.seq.prompt_logprobs is not None for item in chunks):
-            return None
-        size = decodes, plan.num_tokens - decodes, len(chunks)
-        return next((shape for shape in self.shapes if shape.holds(*size)), None)
+        return launch_ahead.shape_of(plan, self.shapes)
 
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether launch(plan) may come before the tokens of the last launch, which was one of these, are read."""
-        return self._inputs.can_follow(plan.items)
+        return launch_ahead.can_follow(plan.items, self._inputs.drawn)
 
     @property
     def leads(self) -> bool:
@@ -172,7 +177,8 @@ class StepGraphs:
         done.synchronize()  # the step before last, whose buffers these are
         is_drawn = self._inputs.send(plan.items, plan.num_decodes, shape, turn)
         self._replays[shape]()
-        logits, token_ids = self._logits[: shape.sequences], None
+        self.num_replays += 1
+        logits, token_ids = self._logits_of(shape), None
         if is_drawn:
             token_ids = self._results[turn][: shape.sequences]
             token_ids.copy_(self._tokens[: shape.sequences], non_blocking=True)
@@ -204,20 +210,27 @@ class StepGraphs:
             query_start=x.query_start,
             context_lens_tensor=x.context_lens,
         )
-        out, drawn = self._logits[: shape.sequences], self._tokens[: shape.sequences]
-        logits = self._model.compute_logits(self._model(batch), out=out)
-        last_ids = x.input_ids if decodes_only else x.input_ids.index_select(0, x.last_tokens)
-        self._sampler.draw(logits, self._inputs.settings, x.draw_rows, x.drawn_positions, last_ids, out=drawn)
+        drawn = self._tokens[: shape.sequences]
+        logits = self._model.compute_logits(self._model(batch), out=self._logits_of(shape))
+        if logits is not None:
+            last_ids = x.input_ids if decodes_only else x.input_ids.index_select(0, x.last_tokens)
+            self._sampler.draw(logits, self._inputs.settings, x.draw_rows, x.drawn_positions, last_ids, out=drawn)
+        if self._tp_size > 1:
+            broadcast_from_first(drawn)
+
+    def _logits_of(self, shape: Shape) -> Tensor | None:
+        return None if self._logits is None else self._logits[: shape.sequences]
+
+    def _any_rank(self, flag: bool) -> bool:
+        return any_rank(flag, self._device) if self._tp_size > 1 else flag
 
 
-def why_eager(enforce_eager: bool, device: DevicePlan, model: Any, sampler: Sampler, tp_size: int) -> str | None:
+def why_eager(enforce_eager: bool, device: DevicePlan, model: Any, sampler: Sampler) -> str | None:
     """What keeps steps from being captured; None where nothing does."""
     if enforce_eager:
         return "enforce_eager is set"
     if device.device.type != "cuda":
         return f"a {device.device.type} has no CUDA graphs"
-    if tp_size > 1:
-        return "tensor_parallel_size is above 1"
     if not attention_layers(model)[0].backend.wants_device_lengths:
         return f"attention by {device.attention_backend} reads lengths on the host"
     if any(module.dynamic for module in model.modules() if isinstance(module, RotaryEmbedding)):

@@ -4,6 +4,9 @@ Behind it every rank, 0 included, is a child process (rank.py; their group: rank
 hangs takes nothing with it but itself. A step that is not answered in a time that grows with its work has hung. Either
 way the group is in no known state, and RanksLost says so: it is to be rebuilt, and all that stood in its KV pool
 computed again.
+
+Where the ranks have captured a step as a graph, every rank holds the tokens that it draws, and the next step may be
+sent before they have come back (see launch_ahead.py). The ranks answer in the order of launches.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.device import DevicePlan
+from engine.launch_ahead import can_follow, drawn_by, shape_of
 from engine.model_runner import StepHandle
 from engine.plan_deltas import PlanEncoder
 from engine.rank import Chores, RankSetup
@@ -68,52 +73,60 @@ class TensorParallelRunner:
             limits=limits,
         )
         self._start = lambda: RankGroup(setup.size, lambda rank, folder: replace(setup, rank=rank, folder=folder))
-        self._encoder = PlanEncoder()
         self._group = self._start()
-        self.num_blocks, self._seconds_per_token = self._group.load(progress)
-        self._sending = False
-        self._seconds_left: float | None = None  # for the step in flight, if there is one
-        self._chores = Chores()
+        self._reset()
+        self.num_blocks, self._seconds_per_token, self._shapes = self._group.load(progress)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Send the step of `plan` to every rank. RanksLost as collect()."""
+        """Send the step of `plan` to every rank. RanksLost as collect().
+
+        Behind a step in flight it is launched before that has ended, where can_follow() holds.
+        """
         if self._sending:
             raise RanksLost("a command to the ranks was interrupted half-way")
-        if self._seconds_left is not None:
-            # ^C came before its answers; they must not be taken for this step's.
-            self._group.answers(self._seconds_left)
+        ahead = bool(self._in_flight) and self.leads and self.can_follow(plan)
+        handle = awaited(plan)
         seconds = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
-        self._seconds_left = min(seconds, _LONGEST_STEP)
         self._sending = True
-        self._group.send((self._encoder.encode(plan), self._chores))
+        self._group.send((self._encoder.encode(plan), self._chores, ahead))
+        self._in_flight.append((handle, min(seconds, _LONGEST_STEP)))
+        self._drawn = drawn_by(plan) if shape_of(plan, self._shapes) is not None else frozenset()
         self._chores = Chores()
         self._sending = False
-        return awaited(plan)
+        return handle
 
     def collect(self, handle: StepHandle) -> list[int]:
         """Wait for the step; fills the handle and returns the sampled ids as ModelRunner.collect does.
 
         Raises the exception that the step ended with, where all ranks are still in step; else RanksLost.
         """
-        assert self._seconds_left is not None, "collect() comes after launch()"
-        answers = self._group.answers(self._seconds_left)
-        self._seconds_left = None
-        error = next((answer[1] for answer in answers if answer[0] == "failed"), None)
-        if error is None:
-            return fill(handle, answers[0][1])
-        counts = {num_calls for _, _, num_calls in answers}
-        if len(counts) > 1 or None in counts:
-            raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error
-        raise error
+        assert any(handle is other for other, _ in self._in_flight), "collect() comes after launch()"
+        while True:
+            launched, seconds = self._in_flight[0]
+            answers = self._group.answers(seconds)
+            self._in_flight.popleft()
+            error = next((answer[1] for answer in answers if answer[0] == "failed"), None)
+            counts = {num_calls for _, _, num_calls in answers}
+            if error is not None and (len(counts) > 1 or None in counts):
+                raise RanksLost(f"the ranks cannot go on: {in_words(error)}") from error
+            if launched is handle:
+                break  # those before were dropped, or ^C came before their answers
+        if error is not None:
+            raise error
+        return fill(handle, answers[0][1])
 
     def forget(self, seq_id: int) -> None:
         """Drop what the ranks keep for a sequence that has ended."""
         self._encoder.forget(seq_id)
 
-    leads = False  # the ranks are told every token with the plan that needs it
+    @property
+    def leads(self) -> bool:
+        """The last step that was launched leaves its tokens on every rank; see can_follow()."""
+        return bool(self._drawn)
 
     def can_follow(self, plan: StepPlan) -> bool:
-        return False
+        """Whether the plan's step can be launched behind the last one before that is collected."""
+        return shape_of(plan, self._shapes) is not None and can_follow(plan.items, self._drawn)
 
     def check_device(self) -> None:
         """A no-op: a rank whose device is lost says so with its answer, which is RanksLost."""
@@ -140,16 +153,22 @@ class TensorParallelRunner:
         started = time.monotonic()
         self._group.kill()
         self._group = self._start()
-        self._encoder = PlanEncoder()
-        self._sending, self._seconds_left = False, None
-        self._chores = Chores()
-        _, self._seconds_per_token = self._group.load(progress, self.num_blocks)
+        self._reset()
+        _, self._seconds_per_token, self._shapes = self._group.load(progress, self.num_blocks)
         progress("ready", 100.0)
         logger.info("the ranks are back after %.1f s", time.monotonic() - started)
 
     def exit(self) -> None:
         """End the ranks; a second call is a no-op."""
         self._group.end()
+
+    def _reset(self) -> None:
+        """The ranks are new, and know of nothing."""
+        self._encoder = PlanEncoder()
+        self._chores = Chores()
+        self._sending = False
+        self._in_flight: deque[tuple[StepHandle, float]] = deque()  # by age, with the seconds that each may take
+        self._drawn: frozenset[int] = frozenset()  # the sequences whose tokens the last step leaves on the ranks
 
 
 def _work(plan: StepPlan) -> float:

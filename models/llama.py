@@ -52,7 +52,7 @@ class LlamaAttention(nn.Module):
             attended = self.attn.forward_qkv(qkv, self.norms, rope, batch)
         else:
             attended = self.attn(*self.rotate(qkv.view(qkv.shape[0], -1, self.head_dim), rope), batch)
-        return self.all_reduce(self.o_proj(attended if rows is None else attended.index_select(0, rows)))
+        return self.all_reduce(self.o_proj, attended if rows is None else attended.index_select(0, rows))
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, heads, head_dim] -> queries and keys, rotated, and values."""
@@ -75,7 +75,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, gated: Tensor) -> Tensor:
         """gate_up_proj's output [T, intermediate] -> [T, hidden]."""
-        return self.all_reduce(self.down_proj(gated))
+        return self.all_reduce(self.down_proj, gated)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -159,8 +159,12 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others. out: where they are to
-        stand, on the only rank, of lm_head.out_dtype."""
-        return self.gather_vocab(self.lm_head(hidden, out))
+        stand, on rank 0, of lm_head.out_dtype."""
+        if self.gather_vocab.tp_size == 1:
+            return self.lm_head(hidden, out)
+        shard = hidden.new_empty(hidden.shape[0], self.lm_head.rows, dtype=self.lm_head.out_dtype)
+        logits = self.gather_vocab(self.lm_head(hidden, shard), out)
+        return logits if logits is None or out is not None else logits.float()
 
     def bind_kv_cache(self, kv: Tensor) -> None:
         """kv [layers, 2, num_blocks, block_size, this rank's kv_heads, head_dim]; must hold finite values (zeros)."""

@@ -30,12 +30,8 @@ class FewRows:
         """Whether to call this with x of so many rows, and with a norm."""
         return 0 < rows <= (gemv.MAX_ROWS if normed else self.max_rows)
 
-    def fills(self, rows: int) -> bool:
-        """Whether a product of so many rows can be put where the caller wants it."""
-        return 0 < rows <= gemv.MAX_ROWS
-
     def __call__(self, x: Tensor, norm: Norm | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(y, sum) as gemv.gemv has them. out: where y is to stand, if it fills() that."""
+        """(y, sum) as gemv.gemv has them. out: y's memory, contiguous; None: a new tensor."""
         if x.shape[0] <= gemv.MAX_ROWS:
             return gemv.gemv(x, self._weight, self._bias, norm=norm, gated=self._gated, out=out)
-        return skinny.skinny(x, self._weight, self._bias, self._arrived, gated=self._gated), x
+        return skinny.skinny(x, self._weight, self._bias, self._arrived, gated=self._gated, out=out), x

@@ -29,7 +29,15 @@ def counters(weight: Tensor) -> Tensor:
     return torch.zeros(triton.cdiv(weight.shape[0], 16), dtype=torch.int32, device=weight.device)
 
 
-def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, *, gated: bool = False) -> Tensor:
+def skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arrived: Tensor,
+    *,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """gemv.gemv's y without a norm, for x [M, K] of up to MAX_ROWS rows and K a multiple of 64. arrived: of
     counters(weight)."""
     rows, columns = x.shape
@@ -38,7 +46,9 @@ def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tensor, *, g
     block_n, block_k, splits, warps, stages = _tile(weight.shape[0], columns)
     block_m = max(16, triton.next_power_of_2(rows))
     assert columns % block_k == 0
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    assert out.shape == (rows, outputs) and out.dtype == x.dtype and out.is_contiguous()
     parts = torch.empty(splits, rows, weight.shape[0], dtype=torch.float32, device=x.device) if splits > 1 else out
     _skinny[(triton.cdiv(weight.shape[0], block_n), splits)](
         x,

@@ -68,7 +68,7 @@ class Head(Linear):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """out: [R, vocab] of out_dtype to be filled and returned; None: a new tensor, float32."""
         if out is not None and out.dtype == x.dtype:
-            if self.few_rows is not None and self.few_rows.fills(x.shape[0]):
+            if self.few_rows is not None and self.few_rows.takes(x.shape[0], normed=False):
                 return self.few_rows(x, out=out)[0]
             if self.is_plain(x.shape[0]):
                 return torch.mm(x, self.weight.t(), out=out)

@@ -96,6 +96,16 @@ class Linear(nn.Module):
             return self.few_rows(x)[0]
         return F.linear(x, self.weight, self.bias)
 
+    def put(self, x: Tensor, out: Tensor) -> Tensor:
+        """forward(x) into `out` [T, out], contiguous and of x's type; returns it. For layers of a card, which are never
+        packed."""
+        assert self.int4 is None and self.packed is None
+        if self.few_rows is not None and self.few_rows.takes(x.shape[0], normed=False):
+            return self.few_rows(x, out=out)[0]
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
         """Fill the parameter's rows from `first` on."""
         if isinstance(share, Int4Matrix) and can_pack_int4(parameter):

@@ -1,15 +1,22 @@
 """What the ranks of a tensor-parallel model tell each other in a step. With one rank none of it does anything.
 
-The group is torch.distributed's default one, which a rank's process joins before it runs the model. Two kinds of
-exchange suffice: a sum wherever a matrix is split by columns, and the logits' way to rank 0, which samples.
+The group is torch.distributed's default one, which a rank's process joins before it runs the model. Three kinds of
+exchange suffice: a sum wherever a matrix is split by columns, the logits' way to rank 0, which samples, and, in steps
+that are captured, the way of what it drew to all. Every one of them may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from models.layers.linear import Linear
+    from models.layers.one_shot import OneShot
 
 
 class Collective(nn.Module):
@@ -24,13 +31,22 @@ class Collective(nn.Module):
 
 
 class AllReduce(Collective):
-    """The sum over ranks of what RowLinear leaves on each: x [T, hidden] -> x, on every rank, in place."""
+    """The sum over ranks of what a RowLinear leaves on each. one_shot: for sums that it is faster for, if any."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tp_size > 1 and x.shape[0]:  # a step that samples nothing ends without a row, on every rank
-            dist.all_reduce(x)
-            self.num_calls += 1
-        return x
+    one_shot: OneShot | None = None
+
+    def forward(self, linear: Linear, x: Tensor) -> Tensor:
+        """x [T, in] -> linear(x) [T, out], added up, on every rank."""
+        if self.tp_size == 1 or not x.shape[0]:  # a step that samples nothing ends without a row, on every rank
+            return linear(x)
+        room = self.one_shot.room(x.shape[0]) if self.one_shot is not None else None
+        if self.one_shot is not None and room is not None:
+            y = self.one_shot.sum(linear.put(x, room))
+        else:
+            y = linear(x)
+            dist.all_reduce(y)
+        self.num_calls += 1
+        return y
 
 
 class GatherVocab(Collective):
@@ -44,12 +60,29 @@ class GatherVocab(Collective):
         self.vocab_size = vocab_size
         self.shard_size = -(-vocab_size // tp_size)
 
-    def forward(self, logits: Tensor) -> Tensor | None:
-        if self.tp_size == 1:
-            return logits
+    def forward(self, logits: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """out: where they are to stand on rank 0, of the same type; None: in a new tensor."""
         # A gather takes tensors of one shape.
         own = F.pad(logits, (0, self.shard_size - logits.shape[1])).contiguous()
         shards = [torch.empty_like(own) for _ in range(self.tp_size)] if self.tp_rank == 0 else None
         dist.gather(own, shards, dst=0)
         self.num_calls += 1
-        return None if shards is None else torch.cat(shards, dim=1)[:, : self.vocab_size]
+        if shards is None:
+            return None
+        if out is None:
+            return torch.cat(shards, dim=1)[:, : self.vocab_size]
+        for shard, place in zip(shards, out.split(self.shard_size, dim=1), strict=False):  # of few ids some have none
+            place.copy_(shard[:, : place.shape[1]])
+        return out
+
+
+def broadcast_from_first(x: Tensor) -> None:
+    """What rank 0 has in x, on every rank; in place."""
+    dist.broadcast(x, src=0)
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank: the same answer on all of them. Waits for the device."""
+    told = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())

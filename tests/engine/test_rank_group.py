@@ -303,10 +303,11 @@ def test_a_rank_that_failed_at_a_chore_is_not_used_again(monkeypatch: pytest.Mon
         raise MemoryError("no room for a copy")
 
     model = SimpleNamespace(modules=list)
-    runner = SimpleNamespace(model=model, copy_blocks=fail, device=SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    device = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    runner = SimpleNamespace(model=model, graphs=None, copy_blocks=fail, device=device)
     ours, theirs = Pipe()
-    ours.send((PlanEncoder().encode(a_plan()), Chores(copies={1: 0})))
+    ours.send((PlanEncoder().encode(a_plan()), Chores(copies={1: 0}), False))
     ours.send(None)
-    rank._serve(runner, theirs)  # type: ignore[arg-type]
+    rank.RankLoop(runner, theirs, speaks=True).serve()  # type: ignore[arg-type]
     kind, error, calls = ours.recv()
     assert (kind, str(error), calls) == ("failed", "no room for a copy", None)

@@ -374,16 +374,14 @@ def test_enforce_eager_captures_nothing_and_the_log_says_why(
 def test_what_cannot_be_captured_has_a_reason(graphed: LLM, make_tiny_model: Any) -> None:
     runner: Any = graphed.engine.runner
     card = SimpleNamespace(device=torch.device("cuda"), attention_backend="triton")
-    assert why_eager(False, card, runner.model, runner.sampler, 1) is None  # type: ignore[arg-type]
-    on_cpu = why_eager(False, runner.device, runner.model, runner.sampler, 1)
+    assert why_eager(False, card, runner.model, runner.sampler) is None  # type: ignore[arg-type]
+    on_cpu = why_eager(False, runner.device, runner.model, runner.sampler)
     assert on_cpu == "a cpu has no CUDA graphs"
-    ranks = why_eager(False, card, runner.model, runner.sampler, 2)  # type: ignore[arg-type]
-    assert ranks == "tensor_parallel_size is above 1"
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     plain = LLM(make_tiny_model("llama", rope_parameters=scaling), **SETTINGS).engine.runner
     card.attention_backend = "sdpa"
-    assert "sdpa" in str(why_eager(False, card, plain.model, runner.sampler, 1))  # type: ignore[arg-type, attr-defined]
+    assert "sdpa" in str(why_eager(False, card, plain.model, runner.sampler))  # type: ignore[arg-type, attr-defined]
     model: Any = plain.model  # type: ignore[attr-defined]
     for layer in step_graphs.attention_layers(model):
         layer.backend = step_graphs.attention_layers(runner.model)[0].backend
-    assert "dynamic" in str(why_eager(False, card, model, runner.sampler, 1))  # type: ignore[arg-type]
+    assert "dynamic" in str(why_eager(False, card, model, runner.sampler))  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ class FakeRecorder:
         return self.recorded * self._used
 
     def event(self) -> Any:
-        return SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
 
 
 class ReferenceBackend(AttentionBackend):

@@ -36,10 +36,10 @@ def play(setup: RankSetup, channel: Connection) -> None:
         time.sleep(1.5)
     channel.send(("fits", 100 - 30 * setup.rank))
     num_blocks = channel.recv()
-    channel.send(("ready", 0.001))
+    channel.send(("ready", (0.001, [])))
     answered = 0
     while (message := channel.recv()) is not None:
-        step, _chores = message
+        step, _chores, _ahead = message
         answered += 1
         if answered <= 2:
             channel.send(("done", ([answered] if setup.rank == 0 else [], [], []), answered))
