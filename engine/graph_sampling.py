@@ -92,7 +92,13 @@ def draws(seq: Sequence, position: int) -> bool:
 
 
 def _drawn_from(seq: Sequence) -> int:
-    """The position from which on the captured draw is all that the sequence needs."""
+    """The position from which on the captured draw is all that the sequence needs; it stays the same."""
+    if seq.drawn_from is None:
+        seq.drawn_from = _find_drawn_from(seq)
+    return seq.drawn_from
+
+
+def _find_drawn_from(seq: Sequence) -> int:
     params = seq.params
     num_biases, num_banned = len(params.logit_bias or ()), len(seq.stop_ids) if params.min_tokens else 0
     too_long = params.has_penalties and seq.max_tokens > MAX_COUNT

@@ -23,10 +23,13 @@ def shape_of(plan: StepPlan, shapes: Sequence[Shape]) -> Shape | None:
 def drawn_by(plan: StepPlan) -> frozenset[int]:
     """Ids of the sequences whose tokens a captured step of this plan leaves where the next one finds them: of all that
     are sampled from, or, where one of them needs more than the captured draw, of none."""
-    sampled = [item for item in plan.items if item.samples]
-    if any(item.seq.forks or not draws(item.seq, item.start + item.num_tokens) for item in sampled):
-        return frozenset()
-    return frozenset(item.seq.seq_id for item in sampled)
+    drawn = []
+    for item in plan.items:
+        if item.samples:
+            if item.seq.forks or not draws(item.seq, item.start + item.num_tokens):
+                return frozenset()
+            drawn.append(item.seq.seq_id)
+    return frozenset(drawn)
 
 
 def can_follow(items: list[ScheduledSequence], drawn: Container[int]) -> bool:
@@ -36,6 +39,6 @@ def can_follow(items: list[ScheduledSequence], drawn: Container[int]) -> bool:
         seq, end = item.seq, item.start + item.num_tokens
         if end > len(seq.token_ids) and seq.seq_id not in drawn:
             return False
-        if item.samples and (len(seq.drawn) > 1 or not draws(seq, end)):
+        if item.samples and (seq.forks or not draws(seq, end)):
             return False
     return True

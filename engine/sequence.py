@@ -55,6 +55,7 @@ class Sequence:
         "block_contents",
         "block_table",
         "error",
+        "drawn_from",
         "finish_reason",
         "forks",
         "index",
@@ -135,6 +136,7 @@ class Sequence:
         self.rank: tuple[int, int, int] | None = None
         self.was_admitted = False
         self.forks: tuple[Sequence, ...] = ()
+        self.drawn_from: int | None = None  # noted by graph_sampling
         self.beam: BeamSearch | None = None
         self.num_logprobs = params.logprobs
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]

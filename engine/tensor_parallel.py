@@ -84,7 +84,7 @@ class TensorParallelRunner:
         """
         if self._sending:
             raise RanksLost("a command to the ranks was interrupted half-way")
-        ahead = bool(self._in_flight) and self.leads and self.can_follow(plan)
+        ahead, self._following = plan is self._following, None
         handle = awaited(plan)
         seconds = self.patience + _SLOWNESS * self._seconds_per_token * _work(plan)
         self._sending = True
@@ -126,7 +126,10 @@ class TensorParallelRunner:
 
     def can_follow(self, plan: StepPlan) -> bool:
         """Whether the plan's step can be launched behind the last one before that is collected."""
-        return shape_of(plan, self._shapes) is not None and can_follow(plan.items, self._drawn)
+        if shape_of(plan, self._shapes) is None or not can_follow(plan.items, self._drawn):
+            return False
+        self._following = plan
+        return True
 
     def check_device(self) -> None:
         """A no-op: a rank whose device is lost says so with its answer, which is RanksLost."""
@@ -168,6 +171,7 @@ class TensorParallelRunner:
         self._chores = Chores()
         self._sending = False
         self._in_flight: deque[tuple[StepHandle, float]] = deque()  # by age, with the seconds that each may take
+        self._following: StepPlan | None = None  # which can follow the last step
         self._drawn: frozenset[int] = frozenset()  # the sequences whose tokens the last step leaves on the ranks
 
 

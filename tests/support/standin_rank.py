@@ -59,7 +59,7 @@ def play(setup: RankSetup, channel: Connection) -> None:
             time.sleep(1.5)
             channel.send(("done", ([answered] if setup.rank == 0 else [], [], []), answered))
         elif script == "echo":
-            prompt_length = len(step[1][0][3]) if step[1] else 0
+            prompt_length = len(step[2][0][3]) if step[0] == "plan" and step[2] else 0
             channel.send(("done", ([num_blocks, prompt_length], [], []), answered))
         else:
             time.sleep(60)
