@@ -63,8 +63,8 @@ class StepHandle:
 
 class ModelRunner:
     """Runs one model, or one rank's shard of it, on one device. num_blocks and max_model_len are fixed when it is
-    built. Of several ranks every one runs every step, and rank 0 samples; what a captured step draws all have. graph_bytes: memory that capture_graphs()
-    may take beside the KV pool."""
+    built. Of several ranks every one runs every step, and rank 0 samples; what a captured step draws all have.
+    graph_bytes: memory that capture_graphs() may take beside the KV pool."""
 
     def __init__(
         self,
@@ -99,7 +99,9 @@ class ModelRunner:
         )
         if tp_size > 1:
             why = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
-            logger.info("sums over ranks: %s", "one shot, large ones by NCCL" if why is None else f"no one shot ({why})")
+            logger.info(
+                "sums over ranks: %s", "one shot, large ones by NCCL" if why is None else f"no one shot ({why})"
+            )
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)

@@ -169,8 +169,8 @@ class PlanDecoder:
         self._plan = StepPlan()
 
     def decode(self, message: Message) -> tuple[StepPlan, list[int]]:
-        """The plan, and the ids of sequences that have ended, which the caller forgets before it runs the plan. It holds
-        until the next call, which may return the same object, changed."""
+        """The plan, and the ids of sequences that have ended, which the caller forgets before it runs the plan. The plan
+        holds until the next call, which may return the same object, changed."""
         kind, ended, *rest = message
         if ended:
             for seq_id in ended:

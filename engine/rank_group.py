@@ -4,8 +4,8 @@ The command channel is a socket pair for each rank: nameless, without a port, go
 messages of any size. The ranks find each other through a file in a folder made for the group; so engines on one
 machine never meet.
 
-Each rank answers each command, in order. A death is seen at once, a hang when an answer has not come in the time that the
-caller allows; loading and warming up have no limit, for they report progress. Imports no torch.
+Each rank answers each command, in order. A death is seen at once, a hang when an answer has not come in the time that
+the caller allows; loading and warming up have no limit, for they report progress. Imports no torch.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class CudaRecorder:
 @dataclass(slots=True)
 class GraphStep:
     """A replayed step: logits [S, V] of a row for each place of its shape, on the device until the next launch, of
-    several ranks on rank 0 alone; and token_ids int64 [S], in host memory once `done` has happened, or None where the step needs more than the graph's
-    draw. rows: by item of the plan, its place."""
+    several ranks on rank 0 alone; and token_ids int64 [S], in host memory once `done` has happened, or None where the
+    step needs more than the graph's draw. rows: by item of the plan, its place."""
 
     logits: Tensor | None
     token_ids: Tensor | None
