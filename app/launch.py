@@ -80,8 +80,8 @@ def _interrupt(sig: int, frame: FrameType | None) -> None:
 
 
 def _run(settings: Settings, restart: Restart | None) -> int:
-    _check_device(settings.device)
-    _check_model(settings.model, settings.max_model_len, settings.tensor_parallel_size)
+    on_cpu = _check_device(settings.device, settings.attention_backend)
+    _check_model(settings.model, settings.max_model_len, settings.tensor_parallel_size, on_cpu)
     listener = restart.listener if restart else bind(settings.host, settings.port)
     store = _open_store(settings)
     try:
@@ -268,26 +268,31 @@ def address(settings: Settings, port: int) -> str:
     return f"http://{host}:{port}{settings.root_path}"
 
 
-def _check_device(device: str) -> None:
-    """Refuse a card that cannot be there. torch knows for certain, but takes seconds to import; the engine asks it."""
-    if device == "cuda" and sys.platform == "linux" and not any(os.path.exists(node) for node in GPU_NODES):
+def _check_device(device: str, attention_backend: str) -> bool:
+    """Refuse a card that cannot be there; returns whether the model will run on the CPU for certain. torch knows the
+    rest, but takes seconds to import; the engine asks it."""
+    no_card = sys.platform == "linux" and not any(os.path.exists(node) for node in GPU_NODES)
+    if device == "cuda" and no_card:
         raise CannotStart("--device cuda: this machine has no GPU driver loaded; use --device cpu or auto")
+    if attention_backend == "triton" and (device == "cpu" or no_card):
+        raise CannotStart("--attention-backend triton needs a GPU; on a CPU use sdpa or auto")
+    return device == "cpu" or no_card
 
 
-def _check_model(model: str, max_model_len: int | None, num_ranks: int) -> None:
+def _check_model(model: str, max_model_len: int | None, num_ranks: int, on_cpu: bool) -> None:
     from models.catalog import check_local, stored_config
 
     try:
         config = check_local(model)
+    except (ValueError, OSError) as error:
+        raise CannotStart(f"--model: {_one_line(error)}") from None
+    try:
+        if on_cpu or model != "default":  # on a card the default is another model, in the hub
+            config = config or stored_config(model)
         limit = config.max_position_embeddings if config else None
         if limit is not None and max_model_len is not None and max_model_len > limit:
             raise CannotStart(f"--max-model-len {max_model_len} is above the model's own limit of {limit} tokens")
-    except (ValueError, OSError) as error:
-        raise CannotStart(f"--model: {_one_line(error)}") from None
-    if num_ranks == 1:
-        return
-    try:
-        if (config := config or stored_config(model)) is not None:
+        if config is not None:
             config.check_ranks(num_ranks)
     except ValueError as error:
         raise CannotStart(with_flags(str(error))) from None

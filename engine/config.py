@@ -77,6 +77,8 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.kvcache_block_size is not None:
             _at_least("kvcache_block_size", self.kvcache_block_size, 1, MAX_BLOCK_SIZE)
+        if self.num_kvcache_blocks == 0:
+            raise ValueError("num_kvcache_blocks=0 must be at least 1, or -1 to size the pool by memory")
         if self.num_kvcache_blocks != -1:
             _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
@@ -100,7 +102,7 @@ class EngineConfig:
         known = {f.name for f in fields(cls)}
         for name in [k for k in kwargs if k not in known]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            warnings.warn(f"EngineConfig has no field {name!r}; ignored. Did you mean {near[0]!r}?", stacklevel=3)
+            warnings.warn(f"EngineConfig has no field {name!r}; ignored. The nearest is {near[0]!r}.", stacklevel=3)
             del kwargs[name]
         return cls(model=str(model), **kwargs)
 

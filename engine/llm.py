@@ -44,12 +44,15 @@ class LLM:
         priority: RequestPriority = RequestPriority.NORMAL,
         use_tqdm: bool = True,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Generate for one prompt or many (text or token ids); results stand in input order. A result's `outputs` are
         its n continuations, or its beams, best first.
 
-        Cached blocks serve only prompts of the same cache_salt (at most 256 characters).
+        owner (1 or more: a conversation) and turn are stamped on the blocks that the requests write, for pin() and the
+        block snapshot; cached blocks serve only prompts of the same cache_salt (at most 256 characters).
         A request that cannot be served has finish_reason "error" and its cause; ValueError is raised only for
         bad arguments, and then nothing has been queued.
         """
@@ -64,8 +67,8 @@ class LLM:
         encoded = [self.engine.encode(p) for p in many]
         for ids, one in zip(encoded, params, strict=True):
             self.engine.validate(ids, one, priority)
-        Origin(cache_salt=cache_salt)  # raises for a bad one
-        order = [self._add(ids, one, priority, cache_salt) for ids, one in zip(encoded, params, strict=True)]
+        origin = Origin(owner, turn, cache_salt)
+        order = [self._add(ids, one, priority, origin) for ids, one in zip(encoded, params, strict=True)]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}
         with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
@@ -91,10 +94,13 @@ class LLM:
         sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> RequestOutput:
         """generate() for one prompt, without a progress bar."""
-        return self.generate([prompt], sampling_params, priority, use_tqdm=False, cache_salt=cache_salt)[0]
+        origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
+        return self.generate([prompt], sampling_params, priority, use_tqdm=False, **origin)[0]
 
     def chat(
         self,
@@ -102,13 +108,14 @@ class LLM:
         sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> RequestOutput:
         """Answer a conversation of {"role", "content"} messages through the model's chat template."""
-        if self.tokenizer is None:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model's folder has none")
-        prompt = self.tokenizer.encode_chat(messages)
-        return self.generate_single(prompt, sampling_params, priority, cache_salt=cache_salt)
+        prompt = _encode_chat(self.tokenizer, messages)
+        origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
+        return self.generate_single(prompt, sampling_params, priority, **origin)
 
     def add_request(
         self,
@@ -116,17 +123,20 @@ class LLM:
         sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> int:
         """Queue one request for step(); returns its id."""
         params = sampling_params or SamplingParams()
         ids = self.engine.encode(prompt)
         self.engine.validate(ids, params, priority)
-        return self._add(ids, params, priority, cache_salt)
+        return self._add(ids, params, priority, Origin(owner, turn, cache_salt))
 
-    def _add(self, ids: list[int], params: Params, priority: RequestPriority, cache_salt: str) -> int:
+    def _add(self, ids: list[int], params: Params, priority: RequestPriority, origin: Origin) -> int:
         """Queue what validate() has passed."""
-        request_id = self.engine.add_request(ids, params, priority, cache_salt=cache_salt, validated=True)
+        where = {"owner": origin.owner, "turn": origin.turn, "cache_salt": origin.cache_salt}
+        request_id = self.engine.add_request(ids, params, priority, validated=True, **where)
         self._streams[request_id] = open_state(request_id, ids, params, self.tokenizer)
         return request_id
 
@@ -211,10 +221,13 @@ class AsyncLLM:
         sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> RequestOutput:
         """Run one request to its end. Cancelling the awaiting task aborts it."""
-        stream = self.engine.generate_async(prompt, sampling_params, priority, cache_salt=cache_salt)
+        origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
+        stream = self.engine.generate_async(prompt, sampling_params, priority, **origin)
         try:
             async for _ in stream:
                 pass
@@ -222,16 +235,34 @@ class AsyncLLM:
             stream.abort()
         return stream.output()
 
+    async def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: Params | None = None,
+        priority: RequestPriority = RequestPriority.NORMAL,
+        *,
+        owner: int = 0,
+        turn: int = 0,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """Answer a conversation of {"role", "content"} messages through the model's chat template."""
+        prompt = _encode_chat(self.tokenizer, messages)
+        origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
+        return await self.generate(prompt, sampling_params, priority, **origin)
+
     async def stream(
         self,
         prompt: Prompt,
         sampling_params: Params | None = None,
         priority: RequestPriority = RequestPriority.NORMAL,
         *,
+        owner: int = 0,
+        turn: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[Delta]:
         """Yield the reply as it comes; deltas merge where the reader is slow. Leaving the loop aborts it."""
-        stream = self.engine.generate_async(prompt, sampling_params, priority, cache_salt=cache_salt)
+        origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
+        stream = self.engine.generate_async(prompt, sampling_params, priority, **origin)
         try:
             async for delta in stream:
                 yield delta
@@ -273,6 +304,14 @@ class _Progress:
                 "decode": f"{(self._stats.output_tokens - self._output0) / seconds:,.0f} tok/s",
             }
         )
+
+
+def _encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer with a chat template, and this model's folder has none")
+    if isinstance(messages, (str, dict)) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f'messages={messages!r} must be a list like [{{"role": "user", "content": "Hi"}}]')
+    return tokenizer.encode_chat(messages)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

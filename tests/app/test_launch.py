@@ -93,8 +93,18 @@ def test_cuda_without_a_card_is_one_line(tmp_path: Path, default_model_path: Pat
     assert "cuda" in one_line(run_app(*argv, timeout=90))
 
 
-def test_a_length_above_the_models_is_one_line_with_both_numbers(tmp_path: Path, default_model_path: Path) -> None:
-    argv = ("--port", "0", "--max-model-len", "99999", "--model", str(default_model_path))
+def test_kernels_for_a_card_without_one_are_refused_before_the_port_opens(tmp_path: Path) -> None:
+    argv = ("--port", "0", "--device", "cpu", "--attention-backend", "triton", "--data-dir", str(tmp_path / "data"))
+    result = run_app(*argv)
+    assert "--attention-backend triton needs a GPU" in one_line(result) and "open" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["its file", "default"])
+def test_a_length_above_the_models_is_one_line_with_both_numbers(
+    name: str, tmp_path: Path, default_model_path: Path
+) -> None:
+    model = str(default_model_path) if name == "its file" else name
+    argv = ("--port", "0", "--max-model-len", "99999", "--model", model, "--device", "cpu")
     result = run_app(*argv, "--data-dir", str(tmp_path / "data"))
     assert "--max-model-len 99999" in (line := one_line(result)) and "8192" in line
     assert "open" not in result.stdout

@@ -248,6 +248,22 @@ def test_text_begins_with_one_bos_and_so_does_a_chat(monkeypatch: pytest.MonkeyP
     assert [ids.count(BOS) for ids in seen] == [1] * len(seen)
 
 
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
+def test_a_chat_that_is_no_list_of_messages_is_refused_with_an_example(
+    monkeypatch: pytest.MonkeyPatch, messages: Any
+) -> None:
+    llm = over(monkeypatch, replying_engine(monkeypatch, "hello"))
+    with pytest.raises(ValueError, match="must be a list like"):
+        llm.chat(messages)
+
+
+def test_a_conversation_named_by_its_owner_can_be_pinned(llm: LLM) -> None:
+    llm.generate([list(range(1, 40))], tokens(4), use_tqdm=False, owner=5)
+    assert llm.engine.pin(5) > 0
+    with pytest.raises(ValueError, match="owner=-1"):
+        llm.generate([[1, 2]], tokens(1), use_tqdm=False, owner=-1)
+
+
 # -- by hand ----------------------------------------------------------------------------------------------
 
 
