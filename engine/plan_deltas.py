@@ -169,7 +169,7 @@ class PlanDecoder:
         self._plan = StepPlan()
 
     def decode(self, message: Message) -> tuple[StepPlan, list[int]]:
-        """The plan, and the ids of sequences that have ended, which the caller forgets before it runs the plan. The plan
+        """The plan, and the ids of sequences that have ended, which the caller forgets before it runs the plan. It
         holds until the next call, which may return the same object, changed."""
         kind, ended, *rest = message
         if ended:

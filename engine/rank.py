@@ -93,7 +93,7 @@ def main(setup: RankSetup, channel: Connection) -> None:
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, args=(channel.fileno(), setup.folder), daemon=True).start()
-    _prepare_environment(setup)
+    prepare_environment(setup.device, setup.size)
     try:
         runner = _load(setup, channel)
         RankLoop(runner, channel, speaks=setup.rank == 0).serve()
@@ -124,12 +124,12 @@ def end_as_an_orphan(folder: Path) -> None:
     os._exit(1)
 
 
-def _prepare_environment(setup: RankSetup) -> None:
-    """What libraries read once, when they are loaded."""
+def prepare_environment(device: str, size: int) -> None:
+    """What libraries read once, when they are loaded; of a rank of so many on "cpu" or "cuda"."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, min(cores, int(asked) if asked.isdigit() else cores) // setup.size)
-    if setup.device == "cpu":
+    threads = max(1, min(cores, int(asked) if asked.isdigit() else cores) // size)
+    if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(threads)
     # All ranks are on one machine; the name of the host may lead to an interface that others can reach, or nowhere.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -138,6 +138,8 @@ def _prepare_environment(setup: RankSetup) -> None:
     # Multicast over NVLink is of no use to messages this small, and needs what not every machine allows.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("TORCH_SYMMMEM", "CUDA")  # plain peer memory, whatever other library PyTorch has for it
+    os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")  # one_shot.py's buffer is an allocation of its own
     # Registering every buffer of every captured exchange with the other ranks would take longer than it ever saves.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 

@@ -22,7 +22,9 @@ def run(size: int, folder: Path, dtype: str) -> list[int | None]:
 
 
 def _main(rank: int, size: int, folder: Path, dtype_name: str) -> None:
-    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NCCL_SOCKET_IFNAME="lo")
+    from engine.rank import prepare_environment
+
+    prepare_environment("cuda", size)
     import torch
     import torch.distributed as dist
     from torch import Tensor
