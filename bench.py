@@ -4,6 +4,8 @@ Every engine runs in a process of its own and does the same work on the same tok
 with the end-of-sequence token ignored. On a CPU the engines take turns run by run, so that a noisy machine hits
 all of them alike; on a GPU, where each wants the memory for itself, one engine follows the other.
 
+    python bench.py --table FILE...    what --json has left there as tables in Markdown, with the goals and bounds
+
 A run gives one figure a metric; the table and the JSON give the median, the JSON all runs too. No two runs share
 a prompt, so nothing is reused unless the workload says so.
 
@@ -36,6 +38,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,9 +54,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
+import bench_table
 from bench_engines import ENGINES, Engine, NotOffered, Setup
 
-ANSWER_LIMIT_S = 1800  # an engine that needs longer for one run is taken for hung
+ANSWER_LIMIT_S = 1800.0  # an engine that needs longer for one run is taken for hung
 UNITS = {
     "decode": "tok/s", "prefill": "tok/s", "throughput": "tok/s", "ttft": "ms", "ready": "s", "first_token": "s",
     "ttft_first_p50": "ms", "ttft_later_p50": "ms", "ttft_later_p95": "ms", "prompt_tokens_cached": "share",
@@ -221,27 +225,31 @@ class Failed(Exception):
 
 
 class Worker:
-    """The parent's end of one engine's process; `started` is the clock just before it was made."""
+    """The parent's end of one engine's process; `started` is the clock just before it was made. The process leads a
+    group, so that what it has started ends with it; limit: seconds that an answer may take."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, limit: float) -> None:
+        self.limit, self.killed = limit, False
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         self.started = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(asdict(setup))], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log,
+            stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
         """The process's next answer. Raises Failed or NotOffered."""
         assert self.process.stdout
-        watchdog = threading.Timer(ANSWER_LIMIT_S, self.process.kill)
+        watchdog = threading.Timer(self.limit, self.kill)
         watchdog.start()
         line = self.process.stdout.readline()
         watchdog.cancel()
         if not line:
             self.log.seek(0)
             said = [text for text in self.log.read().splitlines() if text.strip()] or ["it said nothing"]
+            if self.killed:
+                raise Failed(f"no answer within {self.limit:g} s; it last said: {said[-1].strip()}")
             raise Failed(f"its process ended with code {self.process.wait()}: {said[-1].strip()}")
         said = json.loads(line)
         if "not_offered" in said:
@@ -256,16 +264,24 @@ class Worker:
             print(json.dumps([workload, k]), file=self.process.stdin, flush=True)
         return self.answer()
 
+    def kill(self) -> None:
+        self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """The end of its input ends the process; one that does not react is killed."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The end of its input ends the process; one that does not react is killed, and so is one in whose midst this
+        program is ended."""
         try:
-            self.process.communicate(timeout=60)
+            if kind is None:
+                self.process.communicate(timeout=60)
         except (subprocess.TimeoutExpired, BrokenPipeError):
-            self.process.kill()
-            self.process.wait()
+            pass
+        self.kill()  # what is left of its group
+        self.process.wait()
         self.log.close()
 
 
@@ -291,12 +307,14 @@ class Results:
             self.runs.setdefault((workload, metric, engine), []).append(round(value, 4))
 
 
-def measure(setup: Setup, engines: list[str], names: list[str], runs: int | None, results: Results) -> Iterator[str]:
+def measure(
+    setup: Setup, engines: list[str], names: list[str], runs: int | None, limit: float, results: Results
+) -> Iterator[str]:
     """Run everything; yields the name of each workload when it is done."""
     table = workloads(setup.device)
 
     def load(engine: str, k: int) -> Figures:
-        with Worker(replace(setup, engine=engine, mode="load")) as worker:
+        with Worker(replace(setup, engine=engine, mode="load"), limit) as worker:
             results.about[engine] = worker.answer()
             ready = time.perf_counter() - worker.started
             worker.run("load", k)
@@ -308,7 +326,7 @@ def measure(setup: Setup, engines: list[str], names: list[str], runs: int | None
             with contextlib.ExitStack() as stack:
                 workers: dict[str, Worker] = {}
                 for e in side if mode != "load" else ():
-                    workers[e] = stack.enter_context(Worker(replace(setup, engine=e, mode=mode)))
+                    workers[e] = stack.enter_context(Worker(replace(setup, engine=e, mode=mode), limit))
                     with results.reasons(e, wanted):
                         results.about[e] = workers[e].answer()
                 for name in wanted:
@@ -360,14 +378,14 @@ def cpu_name() -> str:
 def earlier(path: Path) -> dict[str, Any]:
     """What earlier calls left in the file; one line and exit code 2 when that is something else."""
     if not path.parent.is_dir():
-        stop(f"--json {path}: there is no folder {path.parent}")
+        stop(f"{path}: there is no folder {path.parent}")
     if not path.exists():
         return {"versions": {}, "rows": []}
     try:
         content = json.loads(path.read_text())
-        return {"versions": dict(content["versions"]), "rows": list(content["rows"])}
+        return {"date": content["date"], "versions": dict(content["versions"]), "rows": list(content["rows"])}
     except (OSError, ValueError, KeyError, TypeError):
-        stop(f"--json {path} exists and holds no benchmark results; name another file")
+        stop(f"{path} exists and holds no benchmark results; name another file")
 
 
 def write(path: Path, before: dict[str, Any], new: list[dict[str, Any]], card: str, results: Results) -> None:
@@ -401,6 +419,17 @@ def settle(asked: str) -> tuple[str, str, str]:
     return plan.device.type, str(plan.dtype).removeprefix("torch."), card
 
 
+def make_random(config: str, folder: str, device: str) -> None:
+    """Write a model of this folder's config.json with random weights of its own dtype, and no tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shapes = AutoConfig.from_pretrained(config)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(shapes, dtype=shapes.dtype).save_pretrained(folder)
+
+
 def stop(message: str) -> NoReturn:
     print(f"bench.py: {message}", file=sys.stderr)
     sys.exit(2)
@@ -414,22 +443,39 @@ def known(what: str, text: str, names: Iterable[str]) -> list[str]:
     return asked
 
 
-def main() -> int:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="PageTurn and its peers on the same work; see the head of bench.py")
     parser.add_argument("--engine", default="pageturn", help=f"comma-separated, of {', '.join(ENGINES)}")
     parser.add_argument("--workload", help="comma-separated names, or all; default: the device's own set")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--model", default="default", help="as for app.py")
+    parser.add_argument("--random-weights", action="store_true", help="--model is a folder with a config.json alone")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--runs", type=int, help="runs of each workload, instead of its own number")
+    parser.add_argument("--answer-limit", type=float, default=ANSWER_LIMIT_S, metavar="SECONDS",
+                        help="an engine that needs longer for one run is ended (default: %(default)g)")  # fmt: skip
     parser.add_argument("--json", type=Path, help="add the results to this file")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE",
+                        help="measure nothing; print what --json left in these files as Markdown")  # fmt: skip
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    o = parser.parse_args()
+    return parser.parse_args()
+
+
+def main(stack: contextlib.ExitStack) -> int:
+    o = options()
     if o.worker:
         serve(Setup(**json.loads(o.worker)))
         return 0
 
+    if o.table:
+        for path in o.table:
+            if not path.exists():
+                stop(f"--table {path}: there is no such file")
+        print(bench_table.markdown([earlier(path) for path in o.table]))
+        return 0
+    # Ended in the midst of its work, it ends its engines.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     engines = known("engine", o.engine, ENGINES)
     names = known("workload", o.workload, [*workloads("cpu"), "all"]) if o.workload else None
     if o.runs is not None and o.runs < 1:
@@ -441,15 +487,19 @@ def main() -> int:
         # In a process of its own, so that this one holds none of a card's memory.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             device, dtype, card = pool.submit(settle, o.device).result()
-        path = str(catalog.resolve(o.model, device=device))
-    except (ValueError, catalog.ModelUnavailable) as e:
+            if o.random_weights:
+                path = str(Path(stack.enter_context(tempfile.TemporaryDirectory()), Path(o.model).name))
+                pool.submit(make_random, o.model, path, device).result()
+            else:
+                path = str(catalog.resolve(o.model, device=device))
+    except (ValueError, OSError, catalog.ModelUnavailable) as e:
         stop(str(e))
     setup = Setup(path, device, dtype, o.tensor_parallel_size, o.kv_cache_dtype)
     names = list(workloads(device)) if names and "all" in names else names or DEFAULT[device].split()
 
     results = Results()
     print(f"{Path(path).name} on {card}, {device}, engines {', '.join(engines)}", file=sys.stderr)
-    for name in measure(setup, engines, names, o.runs, results):
+    for name in measure(setup, engines, names, o.runs, o.answer_limit, results):
         print(f"  {name} done", file=sys.stderr)
         if o.json:
             write(o.json, before, rows(setup, card, results), card, results)
@@ -458,4 +508,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.ExitStack() as until_the_end:
+        sys.exit(main(until_the_end))

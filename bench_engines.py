@@ -222,15 +222,20 @@ class Vllm(Engine):
         options = {
             "model": setup.model, "dtype": setup.dtype, "tensor_parallel_size": setup.tensor_parallel_size,
             "kv_cache_dtype": setup.kv_cache_dtype, "skip_tokenizer_init": True, "max_model_len": 8192,
-            "gpu_memory_utilization": 0.85,
+            "gpu_memory_utilization": 0.85, "enable_prefix_caching": True,
         }  # fmt: skip
         if setup.mode == "chat":
+            # As `vllm serve` sets it up: without a context it would run half as many sequences and a quarter of the
+            # tokens in a step.
+            context = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
             args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs(**options)
             self.delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
             self.loop, self.requests = asyncio.new_event_loop(), 0
 
             async def start() -> Any:  # the engine binds to the loop that runs
-                return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(args)
+                return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
+                    args, usage_context=context
+                )
 
             self.llm: Any = self.loop.run_until_complete(start())
         else:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import bench
+import bench_table
+from processes import gone
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW_KEYS = {
@@ -38,6 +40,8 @@ def tiny(make_tiny_model: Callable[..., Path]) -> str:
         (["--workload", "decode_b1,decode_b7"], "'decode_b7'"),
         (["--runs", "0"], "--runs 0"),
         (["--json", "/nowhere/at/all.json"], "/nowhere/at"),
+        (["--table", "/nowhere.json"], "/nowhere.json"),
+        (["--device", "cpu", "--random-weights", "--model", "/no/such/shapes"], "/no/such/shapes"),
         (["--device", "cpu", "--model", "/no/such/model.gguf"], "/no/such/model.gguf"),
     ],
 )
@@ -117,3 +121,71 @@ def test_no_two_runs_share_a_prompt() -> None:
         for k in range(3):
             bench.workloads("cpu")[name].run(engine, k)
         assert len(set(engine.seen)) == len(engine.seen) > 2, name
+
+
+def test_a_config_alone_is_measured_with_random_weights(tiny: str, tmp_path: Path) -> None:
+    shapes, file = tmp_path / "shapes-only", tmp_path / "random.json"
+    shapes.mkdir()
+    (shapes / "config.json").write_text((Path(tiny) / "config.json").read_text())
+    common = ["--device", "cpu", "--random-weights", "--model", str(shapes), "--runs", "1", "--json", str(file)]
+    done = call(*common, "--workload", "ttft_cold")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["shapes-only"]
+    assert [entry.name for entry in shapes.iterdir()] == ["config.json"], "nothing is left there"
+    table = call("--table", str(file))
+    assert "| ttft_cold (ms) |" in table.stdout
+
+
+def test_an_engine_that_hangs_is_ended_with_all_it_started_and_what_was_measured_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker answers at its start and to the first workload; then it hangs, and a process of its own with it."""
+    child = tmp_path / "child"
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, subprocess, sys, time\n"
+        "sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        f"open({str(child)!r}, 'w').write(str(sleeper.pid))\n"
+        "print(json.dumps({'dtype': 'x', 'versions': {}}), flush=True)\n"
+        "sys.stdin.readline(), print(json.dumps({'ttft': 1.5}), flush=True)\n"
+        "print('in the midst of it', file=sys.stderr, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    monkeypatch.setattr(bench, "__file__", str(script))
+    results = bench.Results()
+    setup = bench.Setup("model", "cpu", "float32", 1, "auto")
+    list(bench.measure(setup, ["pageturn"], ["ttft_cold", "prefill_1024"], 1, 3.0, results))
+    assert results.runs == {("ttft_cold", "ttft", "pageturn"): [1.5]}
+    failed, why = results.missing["prefill_1024", "pageturn"]
+    assert failed and why == "no answer within 3 s; it last said: in the midst of it"
+    assert gone([int(child.read_text())], 5.0)
+
+
+def test_the_table_has_the_ratio_its_goal_and_the_bound() -> None:
+    def row(workload: str, metric: str, unit: str, engine: str, median: float) -> dict:
+        about = {"model": "qwen3-0.6b", "tp": 1, "dtype": "bfloat16", "kv_dtype": "auto", "card": "NVIDIA H200"}
+        return {"workload": workload, "metric": metric, "unit": unit, "engine": engine, "median": median, **about}
+
+    ours = {
+        "date": "2026-01-02T03:04:05",
+        "versions": {"torch": "2.11"},
+        "rows": [
+            row("decode_b1", "decode", "tok/s", "pageturn", 1.0),
+            row("decode_b1", "decode", "tok/s", "pageturn", 1200.0),
+            row("ttft_cold_3584", "ttft", "ms", "pageturn", 13.0),
+            row("decode_b1_thread", "decode", "tok/s", "pageturn", 1176.0),
+        ],
+    }
+    theirs = {
+        "date": "2026-01-02T04:04:05",
+        "versions": {"torch": "2.11", "vllm": "1"},
+        "rows": [
+            row("decode_b1", "decode", "tok/s", "vllm", 500.0),
+            row("ttft_cold_3584", "ttft", "ms", "vllm", 20.0),
+        ],
+    }
+    lines = bench_table.markdown([ours, theirs]).splitlines()
+    assert lines[0].startswith("NVIDIA H200, qwen3-0.6b, pageturn: bfloat16; vllm: bfloat16; KV cache auto; torch 2.11")
+    assert "| decode_b1 (tok/s) | 1,200 | 500 | 2.40x | ≥ 2x (met) | 3,600 |" in lines
+    assert "| ttft_cold_3584 (ms) | 13 | 20 | 0.65x | ≤ 0.6x (short) | 7.3 |" in lines
+    assert "| decode_b1 (tok/s) | 1,200 | 1,176 | 0.980 | ≥ 0.97 |" in lines
