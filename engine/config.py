@@ -88,7 +88,6 @@ class EngineConfig:
         for name, value, available in (
             ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
             ("quantization", self.quantization, ("auto", "none")),
-            ("attention_backend", self.attention_backend, ("auto", "sdpa", "triton")),
         ):
             if value not in available:
                 raise ValueError(

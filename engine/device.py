@@ -15,12 +15,17 @@ import torch
 from engine import host_memory
 from engine.config import EngineConfig
 from models import kernels
+from models.layers import flash_attn
 
 logger = logging.getLogger("pageturn.engine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CPU_POOL_LIMIT = 2 * 2**30
-_BLOCK_SIZES = {"sdpa": 16, "triton": 16}  # tokens; what each attention backend prefers
+_BLOCK_SIZES = {
+    "sdpa": 16,
+    "triton": 16,
+    "flash_attn": flash_attn.BLOCK_MULTIPLE,
+}  # tokens; what each attention backend prefers
 _BF16_CAPABILITY = (8, 0)  # Ampere, the first CUDA architecture with bfloat16 units
 
 
@@ -63,6 +68,10 @@ class Probe:
         """What keeps the Triton kernels from running on the card; None where they run."""
         return kernels.why_unusable("cuda")
 
+    def why_no_flash_attn(self) -> str | None:
+        """What keeps the package flash_attn from being used; None where nothing does."""
+        return flash_attn.why_unusable()
+
     def cpu_bf16(self) -> str | None:
         """The instructions with which this CPU multiplies bfloat16 natively, None where it does not.
 
@@ -104,7 +113,7 @@ class DeviceManager:
         self._reasons = []
         device = self._device()
         dtype = self._dtype(device)
-        backend = self._attention_backend(device)
+        backend = self._attention_backend(device, dtype)
         block_size = self._block_size(backend)
         for reason in self._reasons:
             logger.info("%s", reason)
@@ -185,18 +194,23 @@ class DeviceManager:
         self._because(f"dtype: {auto} (auto: {why})" if asked == "auto" else f"dtype: {asked} (asked for)")
         return _DTYPES[auto if asked == "auto" else asked]
 
-    def _attention_backend(self, device: torch.device) -> str:
+    def _attention_backend(self, device: torch.device, dtype: torch.dtype) -> str:
         asked = self._config.attention_backend
         if asked == "sdpa":
             self._because("attention: sdpa (asked for)")
             return asked
         if device.type != "cuda":
-            if asked == "triton":
+            if asked != "auto":
                 raise ValueError(
-                    "attention_backend='triton' needs a CUDA card, but the device is a CPU; use 'sdpa' or 'auto'"
+                    f"attention_backend={asked!r} needs a CUDA card, but the device is a CPU; use 'sdpa' or 'auto'"
                 )
             self._because("attention: sdpa (auto: the one for a CPU)")
             return "sdpa"
+        if asked == "flash_attn":
+            if why := self._why_no_flash_attn(dtype):
+                raise ValueError(f"attention_backend='flash_attn' was asked for, but {why}; use 'triton' or 'auto'")
+            self._because("attention: flash_attn (asked for; untested on real hardware)")
+            return asked
         missing = self._probe.why_no_triton()
         if missing and asked == "triton":
             raise ValueError(f"attention_backend='triton' was asked for, but {missing}; use 'sdpa' or 'auto'")
@@ -207,9 +221,24 @@ class DeviceManager:
         self._because(f"attention: triton ({why})")
         return "triton"
 
+    def _why_no_flash_attn(self, dtype: torch.dtype) -> str | None:
+        if dtype not in flash_attn.DTYPES:
+            return f"it computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        capability = self._probe.cuda_capability()
+        if capability < flash_attn.CAPABILITY:
+            return "it needs a card of compute capability {}.{}, this one has {}.{}".format(
+                *flash_attn.CAPABILITY, *capability
+            )
+        return self._probe.why_no_flash_attn()
+
     def _block_size(self, backend: str) -> int:
         asked = self._config.kvcache_block_size
         if asked is not None:
+            if backend == "flash_attn" and asked % flash_attn.BLOCK_MULTIPLE:
+                raise ValueError(
+                    f"kvcache_block_size={asked} does not fit attention_backend='flash_attn', which reads blocks of a "
+                    f"multiple of {flash_attn.BLOCK_MULTIPLE} tokens; leave it unset or use another backend"
+                )
             self._because(f"KV block size: {asked} tokens (asked for)")
             return asked
         size = _BLOCK_SIZES[backend]

@@ -16,6 +16,7 @@ from engine.scheduler import StepPlan
 from engine.tensor_parallel import TensorParallelRunner
 from models import catalog
 from models.config import ModelConfig
+from models.layers import flash_attn
 from models.loader import count_parameters, load_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     tokenizer = load_tokenizer(path)
     devices = DeviceManager(config)
     device = devices.resolve()
+    if device.attention_backend == "flash_attn" and (why := flash_attn.why_not_head_dim(model_config.head_dim)):
+        raise ValueError(f"attention_backend='flash_attn' was asked for, but {why}; use 'triton' or 'auto'")
     on_cpu = device.device.type == "cpu"
     step_tokens = config.max_num_batched_tokens
     if step_tokens is None:

@@ -109,4 +109,8 @@ def get_backend(name: str) -> AttentionBackend:
         from models.layers.triton_attention import TritonBackend
 
         return TritonBackend()
-    raise ValueError(f"attention backend {name!r} is not available; 'sdpa' and 'triton' are")
+    if name == "flash_attn":
+        from models.layers.flash_attn import FlashAttnBackend
+
+        return FlashAttnBackend()
+    raise ValueError(f"attention backend {name!r} is not available; 'sdpa', 'triton' and 'flash_attn' are")

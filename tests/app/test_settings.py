@@ -127,7 +127,6 @@ def test_enforce_eager_needs_no_value() -> None:
         (("--enforce-eager=maybe",), ("--enforce-eager", "'maybe'")),
         (("--kv-cache-dtype", "fp8"), ("--kv-cache-dtype", "'fp8'", "not available yet", "'auto'")),
         (("--quantization", "int4"), ("--quantization", "'int4'", "not available yet")),
-        (("--attention-backend", "flash_attn"), ("--attention-backend", "'flash_attn'", "not available yet")),
         (("--tensor-parallel-size", "0"), ("--tensor-parallel-size", "0", "at least 1")),
     ],
 )

@@ -51,7 +51,6 @@ def test_a_bad_value_is_refused_with_field_value_and_range(field, bad, limit):
     [
         ("kv_cache_dtype", "fp8"),
         ("quantization", "int8"),
-        ("attention_backend", "flash_attn"),
     ],
 )
 def test_what_this_version_cannot_do_is_refused_by_name(field, value):

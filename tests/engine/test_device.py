@@ -18,9 +18,11 @@ ROOMY = Room(16 * GIB, "MemAvailable")
 class Machine(Probe):
     """A machine made up: `capability` None is one without a card."""
 
-    def __init__(self, capability=None, cpu_bf16=None, card=(70 * GIB, 80 * GIB), host=ROOMY, no_triton=None):
+    def __init__(
+        self, capability=None, cpu_bf16=None, card=(70 * GIB, 80 * GIB), host=ROOMY, no_triton=None, no_flash_attn=None
+    ):
         self._capability, self._cpu_bf16, self._card, self._host = capability, cpu_bf16, card, host
-        self._no_triton = no_triton
+        self._no_triton, self._no_flash_attn = no_triton, no_flash_attn
 
     def num_cuda_devices(self):
         return 0 if self._capability is None else 1
@@ -42,6 +44,10 @@ class Machine(Probe):
     def why_no_triton(self):
         assert self._capability is not None, "there is no card to ask"
         return self._no_triton
+
+    def why_no_flash_attn(self):
+        assert self._capability is not None, "there is no card to ask"
+        return self._no_flash_attn
 
     def cpu_bf16(self):
         return self._cpu_bf16
@@ -105,6 +111,39 @@ def test_triton_that_was_asked_for_is_used_or_refused_in_one_line_that_says_what
         DeviceManager(config, LAPTOP).resolve()
     with pytest.raises(ValueError, match=r"^attention_backend='triton' .*Failed to find C compiler; use 'sdpa' or"):
         DeviceManager(config, NO_COMPILER).resolve()
+
+
+def test_flash_attn_is_used_only_where_it_was_asked_for_and_says_that_it_is_untested():
+    assert DeviceManager(EngineConfig(), HOPPER).resolve().attention_backend == "triton"
+    assert DeviceManager(EngineConfig(), NO_COMPILER).resolve().attention_backend == "sdpa"
+    plan = DeviceManager(EngineConfig(attention_backend="flash_attn"), HOPPER).resolve()
+    assert (plan.attention_backend, plan.block_size) == ("flash_attn", 256)
+    assert "attention: flash_attn (asked for; untested on real hardware)" in plan.reasons
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "reason"),
+    [
+        (LAPTOP, {}, "needs a CUDA card, but the device is a CPU"),
+        (TURING, {}, r"needs a card of compute capability 8\.0, this one has 7\.5; use 'triton'"),
+        (HOPPER, {"dtype": "float32"}, "computes in float16 or bfloat16, not in float32; use 'triton'"),
+        (
+            Machine((9, 0), no_flash_attn="the package flash_attn is not installed"),
+            {},
+            "is not installed; use 'triton'",
+        ),
+        (HOPPER, {"kvcache_block_size": 16}, "kvcache_block_size=16 does not fit .* multiple of 256"),
+    ],
+)
+def test_flash_attn_that_cannot_be_used_is_refused_in_one_line_with_the_reason(machine, settings, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        DeviceManager(EngineConfig(attention_backend="flash_attn", **settings), machine).resolve()
+    assert "\n" not in str(caught.value)
+
+
+def test_flash_attn_takes_blocks_of_512_tokens_too():
+    config = EngineConfig(attention_backend="flash_attn", kvcache_block_size=512)
+    assert DeviceManager(config, HOPPER).resolve().block_size == 512
 
 
 def test_cuda_without_a_card_is_refused_in_one_line_that_says_what_to_do():
