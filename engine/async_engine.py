@@ -49,7 +49,7 @@ class AsyncLLMEngine:
         """Queue a prompt (text or token ids) and return its stream of deltas; see EngineThread.submit."""
         return self.thread.submit(
             self.thread.encode(prompt),
-            sampling_params or SamplingParams(),
+            SamplingParams() if sampling_params is None else sampling_params,
             priority=priority,
             owner=owner,
             turn=turn,

@@ -128,7 +128,7 @@ class LLM:
         cache_salt: str = "",
     ) -> int:
         """Queue one request for step(); returns its id."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         ids = self.engine.encode(prompt)
         self.engine.validate(ids, params, priority)
         return self._add(ids, params, priority, Origin(owner, turn, cache_salt))

@@ -142,7 +142,7 @@ class LLMEngine:
         origin = Origin(owner, turn, cache_salt)
         if self._ended:
             raise RuntimeError("this engine has ended: exit() was called; make a new one")
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         prompt_ids = self.encode(prompt)
         if not validated:
             self.validate(prompt_ids, params, priority)
@@ -222,7 +222,7 @@ class LLMEngine:
 
     def unpin(self, owner: int) -> int:
         """Let them be evicted again, see BlockManager.unpin."""
-        return self.blocks.unpin(owner)
+        return self.blocks.unpin(Origin(owner).owner)
 
     # -- the step -------------------------------------------------------------------------------------
 

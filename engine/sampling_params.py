@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_N = 16
 MAX_BIAS = 100.0
+MIN_REPETITION_PENALTY = 0.001  # less makes logits that float32 does not hold
+MAX_LENGTH_PENALTY = 5.0  # likewise scores: of 100,000 tokens it divides by 1e25
 
 
 @dataclass(slots=True)
@@ -21,7 +23,7 @@ class SamplingParams:
     top_p               [0, 1]; the smallest set of most likely tokens with at least this mass; 0 is greedy
     top_k               >= 0; 0 keeps all, 1 is greedy
     min_p               [0, 1]; drops tokens below min_p times the most likely one's probability
-    repetition_penalty  > 0; divides positive and multiplies negative logits of tokens seen in prompt or output
+    repetition_penalty  >= 0.001; divides positive and multiplies negative logits of tokens seen in prompt or output
                         (Keskar et al., CTRL, arXiv:1909.05858)
     presence_penalty    [-2, 2]; subtracted once from tokens seen in the output
     frequency_penalty   [-2, 2]; subtracted per occurrence in the output
@@ -64,7 +66,7 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0)
         _integer("top_k", self.top_k, 0, None)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, None)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("max_tokens", self.max_tokens, 1, None)
@@ -112,8 +114,8 @@ class BeamSearchParams:
 
     beam_width      >= 1 beams, which run at the same time
     max_tokens      >= 1 new tokens
-    length_penalty  a beam's score is its log-probability divided by its new tokens to this power: above 0 favours
-                    long ones
+    length_penalty  [-5, 5]; a beam's score is its log-probability divided by its new tokens to this power: above 0
+                    favours long ones
     early_stopping  True: ends with beam_width finished beams; False: once no better one is likely; "never": once
                     no better one is possible
     """
@@ -126,7 +128,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, 1, None)
         _integer("max_tokens", self.max_tokens, 1, None)
-        _number("length_penalty", self.length_penalty, None, None)
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
 
@@ -145,7 +147,8 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
 
 def _number(name: str, value: Any, low: float | None, high: float | None, open_low: bool = False) -> None:
     text = _range(low, high, open_low)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # By comparison, which integers too large for a float pass, too, and NaN does not.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}={value!r} must be a finite number {text}")
     if (low is not None and (value < low or (open_low and value == low))) or (high is not None and value > high):
         raise ValueError(f"{name}={value!r} must be {text}")

@@ -550,7 +550,7 @@ async def test_a_reader_that_never_reads_holds_its_reply_and_no_object_a_step(
         await asyncio.sleep(0.05)
         gc.collect()
         unread.append(sum(type(o) in (Delta, StepOutput) for o in gc.get_objects()))
-    assert max(unread) < 50, unread  # what is on its way to the loop, whatever the number of steps
+    assert max(unread) < 500, unread  # what is on its way to the loop; a thousand steps had passed, or five
     deltas = await asyncio.to_thread(list, stream) if blocking else await read(stream)  # type: ignore[arg-type]
     assert len(deltas) == 1 and deltas[0].token_ids == [n % 90 for n in range(3, count + 3)]
     assert deltas[0].finish_reason == "length"

@@ -257,6 +257,25 @@ def test_a_chat_that_is_no_list_of_messages_is_refused_with_an_example(
         llm.chat(messages)
 
 
+def test_what_cannot_be_told_from_a_default_or_an_id_is_refused(llm: LLM) -> None:
+    for bad in (
+        lambda: llm.add_request([3], 0),  # type: ignore[arg-type]
+        lambda: llm.add_request([True, False]),
+        lambda: llm.add_request([3], tokens(1), True),  # type: ignore[arg-type]
+        lambda: llm.add_request([3], SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=tuple(range(97)))),
+        lambda: llm.engine.unpin([]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=r"must be|forbids"):
+            bad()
+    assert llm.is_finished()
+
+
+def test_beams_of_the_strongest_length_penalties_end_with_scores(llm: LLM) -> None:
+    for penalty in (-5.0, 5.0):
+        out = llm.generate([[1, 2, 3]], BeamSearchParams(3, 40, length_penalty=penalty), use_tqdm=False)[0]
+        assert out.finish_reason in ("stop", "length") and len(out.outputs) == 3
+
+
 def test_a_conversation_named_by_its_owner_can_be_pinned(llm: LLM) -> None:
     llm.generate([list(range(1, 40))], tokens(4), use_tqdm=False, owner=5)
     assert llm.engine.pin(5) > 0
