@@ -448,7 +448,7 @@ def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypat
     from engine.device import DeviceManager
     from engine.model_runner import ModelRunner
 
-    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, *chosen: "triton")
     monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)  # 256 tokens are many here
     llm = LLM(
         tiny_llama, device="cpu", dtype="float32", kvcache_block_size=4, num_kvcache_blocks=32,
@@ -470,7 +470,7 @@ def test_steps_that_read_nothing_but_their_buffers_have_the_greedy_tokens_of_tra
     from engine.model_runner import ModelRunner
     from fake_graphs import FakeRecorder
 
-    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    monkeypatch.setattr(DeviceManager, "_attention_backend", lambda self, *chosen: "triton")
     monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress: None)
     monkeypatch.setattr(step_graphs, "why_eager", lambda *args: None)
     monkeypatch.setattr(step_graphs, "CudaRecorder", FakeRecorder)

@@ -78,7 +78,7 @@ class ReferenceBackend(AttentionBackend):
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """From here on engines on a CPU use references for kernels, and capture steps."""
-    patch.setattr(DeviceManager, "_attention_backend", lambda self, device: "triton")
+    patch.setattr(DeviceManager, "_attention_backend", lambda self, *chosen: "triton")
     patch.setattr(loader, "get_backend", lambda name: ReferenceBackend())
     kernel = SimpleNamespace(sample=sampling_reference.reference)
     patch.setattr(sampler, "kernels", SimpleNamespace(load=lambda name, device: kernel))
