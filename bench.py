@@ -6,335 +6,35 @@ all of them alike; on a GPU, where each wants the memory for itself, one engine 
 
     python bench.py --table FILE...    what --json has left there as tables in Markdown, with the goals and bounds
 
-A run gives one figure a metric; the table and the JSON give the median, the JSON all runs too. No two runs share
-a prompt, so nothing is reused unless the workload says so.
-
-    decode_bN              N prompts of 256 tokens, 128 new tokens each: 128 * N over (time for 129 new tokens) -
-                           (time for 1), on fresh prompts both times. On a GPU 128 prompt tokens, and at N = 1
-                           256 new ones.
-    prefill_1024           prompt tokens per second of one 1,024-token prompt, its first new token included
-    ttft_cold, _cold_3584  time to the first token of a prompt of 1,024 (3,584) tokens never seen before
-    ttft_turn2             the same for a 1,024-token history that was just served, plus 64 new tokens
-      _turn2_3584_64       (3,584 + 64). transformers gets its past_key_values back, llama.cpp its sequence.
-    ttft_turn2_nocache     ttft_turn2 with PageTurn's prefix cache off: what the reuse is worth
-    load                   from the start of the process, imports included, until the engine is ready and until
-                           its first token; the files are in the page cache
-    offline_256            new tokens per second of 256 requests of 100-1,024 tokens in and out (nano-vllm's bench)
-    prefill_32x1024        prompt tokens per second of 32 prompts at once
-    ..._thread             offline_256, decode_bN through the engine's thread, its deltas read by one event loop: what
-                           the page uses, against the bare engine (GPU)
-    chat_N                 N conversations of 6 turns (128 tokens asked, 128 answered) that share a 512-token system
-                           prompt, each sending its next turn as the last one ends, through the async engine
+The table and the JSON give the median of a workload's runs, the JSON all of them too. --help tells what each workload
+does. bench_workloads.py has what is measured, bench_engines.py who, bench_workers.py the processes, bench_table.py the
+tables in Markdown; this file the call and its report.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
-import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
 import bench_table
-from bench_engines import ENGINES, Engine, NotOffered, Setup
+from bench_engines import ENGINES, Setup
+from bench_workers import Results, measure
+from bench_workloads import DEFAULT, UNITS, workloads
 
 ANSWER_LIMIT_S = 1800.0  # an engine that needs longer for one run is taken for hung
-UNITS = {
-    "decode": "tok/s", "prefill": "tok/s", "throughput": "tok/s", "ttft": "ms", "ready": "s", "first_token": "s",
-    "ttft_first_p50": "ms", "ttft_later_p50": "ms", "ttft_later_p95": "ms", "prompt_tokens_cached": "share",
-}  # fmt: skip
-Figures = dict[str, float]  # metric -> value in its unit
-
-
-# ------------------------------------------------------------------------------------------- workloads
-
-
-def token_ids(n: int, *seed: object) -> list[int]:
-    """n ids below 10,000, the same for the same seed."""
-    draw = random.Random(repr(seed))
-    return [draw.randrange(10000) for _ in range(n)]
-
-
-def seconds(engine: Engine, prompts: list[list[int]], max_tokens: list[int]) -> float:
-    start = time.perf_counter()
-    engine.generate(prompts, max_tokens)
-    return time.perf_counter() - start
-
-
-def decode(engine: Engine, k: int, batch: int, prompt: int, new: int) -> Figures:
-    def timed(count: int) -> float:
-        return seconds(engine, [token_ids(prompt, "decode", batch, k, count, i) for i in range(batch)], [count] * batch)
-
-    first = timed(1)
-    return {"decode": new * batch / (timed(new + 1) - first)}
-
-
-def prefill(engine: Engine, k: int, count: int, length: int) -> Figures:
-    prompts = [token_ids(length, "prefill", count, k, i) for i in range(count)]
-    return {"prefill": count * length / seconds(engine, prompts, [1] * count)}
-
-
-def ttft(engine: Engine, k: int, history: int, new: int = 0) -> Figures:
-    """new > 0: the turn after the history has been served once."""
-    prompt = token_ids(history, "ttft", new, k)
-    if new:
-        engine.generate([prompt], [1])
-    return {"ttft": 1e3 * seconds(engine, [prompt + token_ids(new, "asked", k)], [1])}
-
-
-def first_token(engine: Engine, k: int) -> Figures:
-    """The end of `load`; the process that started this one holds the clock."""
-    engine.generate([token_ids(16, "load", k)], [1])
-    return {}
-
-
-def offline_256(engine: Engine, k: int) -> Figures:
-    draw = random.Random(0)
-    prompts = [[draw.randint(0, 10000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
-    new = [draw.randint(100, 1024) for _ in range(256)]
-    return {"throughput": sum(new) / seconds(engine, [[(t + 7 * k) % 10000 for t in p] for p in prompts], new)}
-
-
-def chat(engine: Engine, k: int, count: int, turns: int = 6, system: int = 512, user: int = 128, reply: int = 128):
-    first: list[float] = []
-    later: list[float] = []
-    hit = asked = 0
-
-    async def converse(c: int) -> None:
-        nonlocal hit, asked
-        history = token_ids(system, "system", count, k)
-        for turn in range(turns):
-            history = history + token_ids(user, "user", count, k, c, turn)
-            waited, new, cached = await engine.turn(history, reply)
-            (later if turn else first).append(1e3 * waited)
-            if turn:
-                hit, asked = hit + cached, asked + len(history)
-            history = history + new
-
-    async def everyone() -> None:
-        await asyncio.gather(*(converse(c) for c in range(count)))
-
-    start = time.perf_counter()
-    engine.loop.run_until_complete(everyone())
-    rate = count * turns * reply / (time.perf_counter() - start)
-    first, later = sorted(first), sorted(later)
-    return {
-        "throughput": rate, "ttft_first_p50": first[len(first) // 2], "ttft_later_p50": later[len(later) // 2],
-        "ttft_later_p95": later[int(0.95 * len(later))], "prompt_tokens_cached": hit / asked,
-    }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Workload:
-    """mode is the kind of process that runs it (see Setup); "load" has a new one for every run."""
-
-    run: Callable[[Engine, int], Figures]
-    runs: int = 5
-    mode: str = "offline"
-
-
-def workloads(device: str) -> dict[str, Workload]:
-    prompt, long = (128, 256) if device == "cuda" else (256, 128)
-    return {
-        "decode_b1": Workload(partial(decode, batch=1, prompt=prompt, new=long)),
-        "decode_b8": Workload(partial(decode, batch=8, prompt=prompt, new=128)),
-        "decode_b32": Workload(partial(decode, batch=32, prompt=prompt, new=128)),
-        "prefill_1024": Workload(partial(prefill, count=1, length=1024), runs=7),
-        "prefill_32x1024": Workload(partial(prefill, count=32, length=1024), runs=3),
-        "ttft_cold": Workload(partial(ttft, history=1024), runs=7),
-        "ttft_turn2": Workload(partial(ttft, history=1024, new=64), runs=7),
-        "ttft_turn2_nocache": Workload(partial(ttft, history=1024, new=64), runs=7, mode="nocache"),
-        "ttft_cold_3584": Workload(partial(ttft, history=3584), runs=7),
-        "ttft_turn2_3584_64": Workload(partial(ttft, history=3584, new=64), runs=7),
-        "offline_256": Workload(offline_256, runs=2),
-        "offline_256_thread": Workload(offline_256, runs=2, mode="chat"),
-        "decode_b1_thread": Workload(partial(decode, batch=1, prompt=prompt, new=long), mode="chat"),
-        "decode_b32_thread": Workload(partial(decode, batch=32, prompt=prompt, new=128), mode="chat"),
-        **{f"chat_{n}": Workload(partial(chat, count=n), runs=1, mode="chat") for n in (1, 16, 64, 256)},
-        "load": Workload(first_token, runs=3, mode="load"),
-    }
-
-
-DEFAULT = {
-    "cpu": "decode_b1 decode_b8 prefill_1024 ttft_cold ttft_turn2 ttft_turn2_nocache load",
-    "cuda": "offline_256 decode_b1 decode_b8 decode_b32 ttft_cold_3584 ttft_turn2_3584_64 prefill_32x1024 "
-    "chat_1 chat_16 chat_64 chat_256 offline_256_thread decode_b1_thread decode_b32_thread",
-}
-
-
-# --------------------------------------------------------------------------- one process for each engine
-
-
-def serve(setup: Setup) -> None:
-    """The worker: load the engine and say so, then answer every workload that is asked for on stdin with a line of
-    JSON: a figure per metric, or the reason why there is none."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engines print goes to stderr, away from the answers
-    table, engine = workloads(setup.device), Engine()
-
-    def start() -> dict[str, Any]:
-        nonlocal engine
-        engine = ENGINES[setup.engine](setup)
-        if setup.mode == "chat":  # warm up threads, allocators, lazy imports
-            chat(engine, -1, count=4)
-        elif setup.mode != "load":
-            engine.generate([token_ids(300, "warm-up", i) for i in range(2)], [16, 16])
-        versions = {package: importlib.metadata.version(package) for package in engine.packages}
-        return {"dtype": engine.dtype, "versions": versions}
-
-    def answer(work: Callable[[], dict[str, Any]]) -> bool:
-        try:
-            said = work()
-        except ModuleNotFoundError as e:
-            said = {"error": f"not installed ({e.name})"}
-        except NotOffered as e:
-            said = {"not_offered": str(e)}
-        except Exception as e:
-            traceback.print_exc()
-            said = {"error": f"{type(e).__name__}: {e}".splitlines()[0]}
-        print(json.dumps(said), file=answers, flush=True)
-        return "versions" in said
-
-    if answer(start):
-        for line in sys.stdin:
-            name, k = json.loads(line)
-            answer(lambda run=table[name].run, k=k: run(engine, k))
-
-
-class Failed(Exception):
-    """An engine's process ended, hung or reported a fault; the message is the reason."""
-
-
-class Worker:
-    """The parent's end of one engine's process; `started` is the clock just before it was made. The process leads a
-    group, so that what it has started ends with it; limit: seconds that an answer may take."""
-
-    def __init__(self, setup: Setup, limit: float) -> None:
-        self.limit, self.killed = limit, False
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
-        self.started = time.perf_counter()
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(asdict(setup))], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
-        )  # fmt: skip
-
-    def answer(self) -> dict[str, Any]:
-        """The process's next answer. Raises Failed or NotOffered."""
-        assert self.process.stdout
-        watchdog = threading.Timer(self.limit, self.kill)
-        watchdog.start()
-        line = self.process.stdout.readline()
-        watchdog.cancel()
-        if not line:
-            self.log.seek(0)
-            said = [text for text in self.log.read().splitlines() if text.strip()] or ["it said nothing"]
-            if self.killed:
-                raise Failed(f"no answer within {self.limit:g} s; it last said: {said[-1].strip()}")
-            raise Failed(f"its process ended with code {self.process.wait()}: {said[-1].strip()}")
-        said = json.loads(line)
-        if "not_offered" in said:
-            raise NotOffered(said["not_offered"])
-        if "error" in said:
-            raise Failed(said["error"])
-        return said
-
-    def run(self, workload: str, k: int) -> Figures:
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # of a dead process; answer() has the reason
-            print(json.dumps([workload, k]), file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def kill(self) -> None:
-        self.killed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The end of its input ends the process; one that does not react is killed, and so is one in whose midst this
-        program is ended."""
-        try:
-            if kind is None:
-                self.process.communicate(timeout=60)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            pass
-        self.kill()  # what is left of its group
-        self.process.wait()
-        self.log.close()
-
-
-@dataclass
-class Results:
-    """runs: the figures by (workload, metric, engine). missing: (is a failure, why) by (workload, engine).
-    about: what each engine's process said of itself."""
-
-    runs: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
-    missing: dict[tuple[str, str], tuple[bool, str]] = field(default_factory=dict)
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def reasons(self, engine: str, names: list[str]) -> Iterator[None]:
-        """A fault inside the block is the reason why these workloads have no figure."""
-        try:
-            yield
-        except (Failed, NotOffered) as e:
-            self.missing.update({(name, engine): (isinstance(e, Failed), str(e)) for name in names})
-
-    def add(self, workload: str, engine: str, figures: Figures) -> None:
-        for metric, value in figures.items():
-            self.runs.setdefault((workload, metric, engine), []).append(round(value, 4))
-
-
-def measure(
-    setup: Setup, engines: list[str], names: list[str], runs: int | None, limit: float, results: Results
-) -> Iterator[str]:
-    """Run everything; yields the name of each workload when it is done."""
-    table = workloads(setup.device)
-
-    def load(engine: str, k: int) -> Figures:
-        with Worker(replace(setup, engine=engine, mode="load"), limit) as worker:
-            results.about[engine] = worker.answer()
-            ready = time.perf_counter() - worker.started
-            worker.run("load", k)
-            return {"ready": ready, "first_token": time.perf_counter() - worker.started}
-
-    for mode in dict.fromkeys(table[name].mode for name in names):
-        wanted = [name for name in names if table[name].mode == mode]
-        for side in [engines] if setup.device == "cpu" else [[e] for e in engines]:
-            with contextlib.ExitStack() as stack:
-                workers: dict[str, Worker] = {}
-                for e in side if mode != "load" else ():
-                    workers[e] = stack.enter_context(Worker(replace(setup, engine=e, mode=mode), limit))
-                    with results.reasons(e, wanted):
-                        results.about[e] = workers[e].answer()
-                for name in wanted:
-                    for k in range(runs or table[name].runs):
-                        for e in [e for e in side if (name, e) not in results.missing]:
-                            with results.reasons(e, [name]):
-                                results.add(name, e, workers[e].run(name, k) if workers else load(e, k))
-                    yield name
 
 
 # ---------------------------------------------------------------------------------------------- report
@@ -443,10 +143,28 @@ def known(what: str, text: str, names: Iterable[str]) -> list[str]:
     return asked
 
 
+def listing() -> str:
+    """Every workload with what it does, where that differs by device for each; in the table's order."""
+    cpu, cuda = workloads("cpu"), workloads("cuda")
+    lines = ["workloads (* in the CPU's own set, + in the GPU's):"]
+    for name, workload in cpu.items():
+        own = ("*" if name in DEFAULT["cpu"].split() else " ") + ("+" if name in DEFAULT["cuda"].split() else " ")
+        lines.append(f"  {name:19}{own} {workload.about}")
+        if cuda[name].about != workload.about:
+            lines.append(f"{'GPU:':>23} {cuda[name].about}")
+    return "\n".join(lines)
+
+
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="PageTurn and its peers on the same work; see the head of bench.py")
+    parser = argparse.ArgumentParser(
+        description="PageTurn and its peers on the same work; the head of bench.py says how it is measured.",
+        epilog=listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--engine", default="pageturn", help=f"comma-separated, of {', '.join(ENGINES)}")
-    parser.add_argument("--workload", help="comma-separated names, or all; default: the device's own set")
+    parser.add_argument(
+        "--workload", help="comma-separated names of those below, or all; default: the device's own set"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--model", default="default", help="as for app.py")
     parser.add_argument("--random-weights", action="store_true", help="--model is a folder with a config.json alone")
@@ -458,16 +176,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="add the results to this file")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE",
                         help="measure nothing; print what --json left in these files as Markdown")  # fmt: skip
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main(stack: contextlib.ExitStack) -> int:
     o = options()
-    if o.worker:
-        serve(Setup(**json.loads(o.worker)))
-        return 0
-
     if o.table:
         for path in o.table:
             if not path.exists():

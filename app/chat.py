@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS, ChatSettings
-from app.errors import BlankMessage, ChatBusy, ChatError, ChatNotFound, ContextFull, ModelNotReady
+from app.errors import BlankMessage, ChatBusy, ChatError, ChatNotFound, ContextFull, ModelNotReady, ReplyUnsaved
 from app.figures import Figures
 from app.jobs import Job, JobSnapshot
 from app.owner_slots import OwnerSlots
@@ -23,6 +23,7 @@ from app.replies import Replies, context_limit
 from app.store import NotFound, Store
 from app.text import message_text, storable, title_text
 from app.thinking import ThinkingSplit, split_thinking
+from app.unsaved import UnsavedReply
 from app.views import ChatInfo, ChatView, TurnView, branch_to, can_continue, newest_leaf, turn_views
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "Job",
     "JobSnapshot",
     "ModelNotReady",
+    "ReplyUnsaved",
     "ThinkingSplit",
     "TurnView",
     "split_thinking",
@@ -66,7 +68,8 @@ class ChatService:
     # -- chats -------------------------------------------------------------------------------------------------
     async def new_chat(self, user: str, title: str = "") -> str:
         """Create an empty chat and return its id. The title comes from the first message unless given."""
-        return await self._store.create_chat(_user(user), title_text(title) if title else "")
+        with _worded(""):
+            return await self._store.create_chat(_user(user), title_text(title) if title else "")
 
     async def list_chats(self, user: str, limit: int = 200, offset: int = 0) -> list[ChatInfo]:
         """The user's chats, last updated first."""
@@ -82,15 +85,16 @@ class ChatService:
     async def open_chat(self, user: str, chat_id: str) -> ChatView:
         """Everything that the page shows of one chat. ChatNotFound if it is not this user's."""
         with _worded(chat_id):
-            chat, turns, job = await self._present(_user(user), chat_id)
+            chat, turns, job, unsaved = await self._present(_user(user), chat_id)
         branch = branch_to(turns, chat.leaf)
         last = next((t.figures for t in reversed(branch) if t.role == "assistant" and t.figures), {})
         return ChatView(
             id=chat.id,
             title=chat.title,
             settings=self._settings(chat),
-            turns=turn_views(turns, branch, job),
+            turns=turn_views(turns, branch, job, unsaved),
             job=job,
+            unsaved=unsaved,
             owner=self.owner_slot(chat_id),
             context_used=last.get("prompt_tokens", 0) + last.get("output_tokens", 0),
             context_limit=context_limit(self._engine.status()),
@@ -108,16 +112,20 @@ class ChatService:
             if job := await self._replies.stop(chat_id, "deleted"):
                 await job.wait()
             await self._store.delete_chat(user, chat_id)
+            self._replies.unsaved.drop(chat_id)
 
     async def export_chat(self, user: str, chat_id: str) -> dict[str, Any]:
         """The whole chat, all branches, as JSON data."""
         with _worded(chat_id):
-            return to_portable(*await self._store.chat_and_turns(_user(user), chat_id))
+            await self._replies.unsaved.save(chat_id)
+            chat, turns, _, _ = await self._present(_user(user), chat_id)
+            return to_portable(chat, turns)
 
     async def import_chat(self, user: str, data: Any) -> str:
         """Add what `export_chat` gave as a new chat of this user; returns its id. Bad data: ValueError."""
         title, settings, turns, leaf = from_portable(data)
-        return await self._store.import_turns(_user(user), title, settings, turns, leaf)
+        with _worded(""):
+            return await self._store.import_turns(_user(user), title, settings, turns, leaf)
 
     async def settings(self, user: str, chat_id: str) -> ChatSettings:
         """The chat's settings: what was changed, over the defaults of the model in use."""
@@ -127,9 +135,12 @@ class ChatService:
     async def change_settings(self, user: str, chat_id: str, **changes: Any) -> ChatSettings:
         """Change some settings (field names of ChatSettings) and keep them. Bad value: ValueError, nothing kept.
         A value that equals the default is not kept as a choice: it follows the model in use."""
-        settings = (await self.settings(user, chat_id)).changed(changes)
         with _worded(chat_id):
-            await self._store.set_settings(user, chat_id, settings.difference(self.default_settings()))
+            chat = await self._store.chat(_user(user), chat_id)
+            settings = self._settings(chat).changed(changes)
+            chosen = settings.difference(self.default_settings())
+            if chosen != chat.settings:  # every message brings them along
+                await self._store.set_settings(user, chat_id, chosen)
         return settings
 
     def default_settings(self) -> ChatSettings:
@@ -202,6 +213,11 @@ class ChatService:
         job = self._replies.job(chat_id)
         return job if job is not None and job.user == user else None
 
+    def unsaved(self, user: str, chat_id: str) -> UnsavedReply | None:
+        """The chat's ended reply that is not on disk yet; None if there is none or it is not this user's chat."""
+        reply = self._replies.unsaved.get(chat_id)
+        return reply if reply is not None and reply.user == user else None
+
     def owner_slot(self, chat_id: str) -> int:
         """The small integer (1 to 65,535) that the engine stamps on this chat's KV blocks."""
         return self._owners.slot(chat_id)
@@ -211,10 +227,13 @@ class ChatService:
         await self._replies.shutdown()
 
     # -- shared by the above -----------------------------------------------------------------------------------
-    async def _present(self, user: str, chat_id: str) -> tuple[ChatRow, list[TurnRow], Job | None]:
-        """A chat, its turns and its running job as of one moment. Rows and job are read one after the other, so a
-        row may say "running" when its job is only about to start, or has just ended: then both are read again. One
-        that says so twice, with no job of its own at either time, has none: the last save of its end failed."""
+    async def _present(self, user: str, chat_id: str) -> tuple[ChatRow, list[TurnRow], Job | None, UnsavedReply | None]:
+        """A chat, its turns (an ended reply that is not on disk among them), its running job and that unsaved reply,
+        as of one moment.
+
+        Rows and job are read one after the other, so a row may say "running" when its job is only about to start, or
+        has just ended: then both are read again. One that says so twice, with no job of its own at either time, has
+        none: it was refused its start, and then could not be taken back."""
         seen: set[int] = set()
         while True:
             job = self._replies.job(chat_id)
@@ -222,9 +241,12 @@ class ChatService:
             chat, turns = await self._store.chat_and_turns(user, chat_id)
             if job is not None and job.done:
                 job = None
+            unsaved = self._replies.unsaved.get(chat_id)
+            if unsaved is not None:
+                turns = unsaved.over(turns)
             orphans = {turn.id for turn in turns if turn.status == "running" and (not job or turn.id != job.turn_id)}
             if orphans <= seen and own not in orphans:
-                return chat, turns, job
+                return chat, turns, job, unsaved
             seen = orphans - {own}
             await self._replies.started(chat_id)
 
@@ -244,10 +266,11 @@ class ChatService:
         return await self._replies.answer(user, chat, self._settings(chat), branch, owner=owner)
 
     def _settings(self, chat: ChatRow) -> ChatSettings:
-        return self.default_settings().changed(chat.settings)
+        return self.default_settings().with_stored(chat.settings)
 
     def _info(self, row: ChatRow) -> ChatInfo:
-        return ChatInfo(row.id, row.title, row.created, row.updated, self._replies.job(row.id) is not None, row.snippet)
+        answering, owner = self._replies.job(row.id) is not None, self._owners.known(row.id)
+        return ChatInfo(row.id, row.title, row.created, row.updated, answering, row.snippet, owner)
 
     async def _path(self, user: str, chat_id: str, turn_id: int) -> list[TurnRow]:
         return await self._store.path(user, chat_id, _turn_id(turn_id))
@@ -263,7 +286,8 @@ def _worded(chat_id: object) -> Iterator[None]:
     except NotFound as error:
         raise ChatNotFound("this chat or message does not exist; it may have been deleted") from error
     except sqlite3.OperationalError as error:
-        raise ChatError(f"the database could not be used ({error}); nothing was changed") from error
+        way_on = "; make room on the disk of the data folder, then try again" if "full" in str(error) else ""
+        raise ChatError(f"the database could not be used ({error}); nothing was changed{way_on}") from error
 
 
 def _user(user: object) -> str:

@@ -64,7 +64,7 @@ def _reply(turn: TurnView, asked: TurnView | None) -> list[dict[str, Any]]:
         messages.append(_message(split.answer))
     line = turn.line or {"cut": "cut off: the server ended during this reply", "error": "error"}.get(turn.status, "")
     parts = [f'<span class="pt-figures">{html.escape(line)}</span>'] if line else []
-    parts += [f'<span class="pt-note">{html.escape(note)}</span>' for note in turn.notes]
+    parts += [_note(note) for note in (*turn.notes, *_unsaved(turn.unsaved))]
     links = _links(turn, asked)
     if links:
         parts.append(f'<span class="pt-links">{links}</span>')
@@ -82,7 +82,18 @@ def _running(snapshot: JobSnapshot) -> list[dict[str, Any]]:
         messages.append(_message(split.answer))
     if not messages:
         messages.append(_message(f'<span class="pt-line"><span class="pt-pending">{_progress(snapshot)}</span></span>'))
+    messages += [_message(f'<span class="pt-line">{_note(words)}</span>') for words in _unsaved(snapshot.unsaved)]
     return messages
+
+
+def _note(words: str) -> str:
+    return f'<span class="pt-note">{html.escape(words)}</span>'
+
+
+def _unsaved(reason: str) -> list[str]:
+    """What is said of a reply that is not on disk, for the database's `reason`; nothing for ""."""
+    when = "there is room" if "full" in reason else "that works"
+    return [f"not on disk yet: {reason}; it is saved as soon as {when}"] if reason else []
 
 
 def _progress(snapshot: JobSnapshot) -> str:

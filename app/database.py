@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -87,7 +88,7 @@ class Database:
         self._closed = False
         try:
             self._writer = self._prepare()
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             raise DataFolderUnwritable(
                 f"database {path} cannot be opened ({error}); make it writable or choose another folder with --data-dir"
             ) from error
@@ -139,6 +140,7 @@ class Database:
         self._writer.close()
 
     def _prepare(self) -> sqlite3.Connection:
+        _create(self.path)
         existing = self.path.stat().st_size if self.path.exists() else 0
         connection = _connect(self.path)
         try:
@@ -186,6 +188,12 @@ class Database:
     def _empty_log(self) -> None:
         if self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             log.info("the write-ahead log of %s will be emptied later: a reader is in mid-query", self.path)
+
+
+def _create(path: Path) -> None:
+    """Make the file, empty and for its owner only, if there is none. SQLite gives its journals the same mode."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def _connect(path: Path) -> sqlite3.Connection:

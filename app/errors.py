@@ -15,6 +15,10 @@ class ChatBusy(ChatError):
     """The chat is still answering."""
 
 
+class ReplyUnsaved(ChatError):
+    """The chat's last reply is not on disk yet; none begins before it is."""
+
+
 class BlankMessage(ChatError):
     """Nothing but white space was sent: the page ignores it."""
 

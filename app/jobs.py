@@ -30,11 +30,11 @@ class JobSnapshot:
     """What a watcher sees at one moment.
 
     text            the whole reply so far (after "continue": the earlier part included)
-    phase           "waiting" (queued) | "prefill" | "decode" | "done" (ended and stored)
+    phase           "waiting" (queued) | "prefill" | "decode" | "done" (ended; stored, where `unsaved` is "")
     computed_tokens prompt tokens whose KV exists, of prompt_tokens: "prefill 4,096 / 9,000"
     status          the turn's status: "running", then "done" | "stopped" | "cut" | "error"
     block_table     the sequence's physical block ids, in logical order; [] until the first token
-    unsaved         why the text is not on disk ("disk full"), "" while it is
+    unsaved         why the last save failed ("database or disk is full"), "" where it did not
     """
 
     chat_id: str
@@ -82,8 +82,8 @@ class Job:
         on_end: Callable[[Job], None],
     ) -> None:
         """Start at once. turn: the reply as stored, its text and ids so far included. wanted_tokens: the user's
-        limit on new tokens (None: none), which tells a full context from a reached limit. on_end is called when the
-        turn is stored for the last time."""
+        limit on new tokens (None: none), which tells a full context from a reached limit. on_end is called once the
+        end was stored; where that failed, `unsaved` says why, and `turn` is what is still to be stored."""
         self.user = user
         self.chat_id = chat_id
         self.turn_id = turn.id
@@ -113,8 +113,23 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """The reply has ended and is stored."""
+        """The reply has ended; it is stored, unless `unsaved` says why not."""
         return self._phase == "done"
+
+    @property
+    def num_watchers(self) -> int:
+        """How many watch it now."""
+        return len(self._watchers)
+
+    @property
+    def turn(self) -> TurnRow:
+        """The row of the reply, as the last save had it."""
+        return self._turn
+
+    @property
+    def unsaved(self) -> str:
+        """Why the last save failed; "" where it did not."""
+        return self._unsaved
 
     def snapshot(self) -> JobSnapshot:
         """The present state, without waiting."""
@@ -160,7 +175,7 @@ class Job:
             self._stream.abort()
 
     async def wait(self) -> JobSnapshot:
-        """The final snapshot, once the turn is stored."""
+        """The final snapshot, once the reply has ended and was stored or could not be."""
         await self._ended.wait()
         return self.snapshot()
 
@@ -238,17 +253,21 @@ class Job:
         turn = self._turn
         turn.text, turn.reply = self._text(), self._ids_before + self._new_ids
         turn.figures = self._figures.to_json()
+        fault = ""
         try:
             await self._store.save_turn(self.user, self.chat_id, turn)
-            self._unsaved = ""
         except NotFound:
             # The chat was deleted while it answered: there is nothing left to keep.
             log.info("turn %d is gone, its reply is dropped", self.turn_id)
         except (sqlite3.Error, StoreError) as error:
             # A full disk must not end the reply; the page says that it is not kept, and the next save tries again.
-            log.exception("the reply of turn %d could not be saved", self.turn_id)
-            self._unsaved = str(error)
+            fault = str(error)
+            if fault != self._unsaved:
+                log.exception("the reply of turn %d could not be saved", self.turn_id)
             self._changed = True
+        if fault != self._unsaved:
+            self._unsaved = fault
+            self._wake_watchers()
 
     def _count_down(self) -> None:
         """Start, or with a watcher present stop, the clock after which an unwatched job ends."""

@@ -54,7 +54,7 @@ from typing import Any, Protocol
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine.block_manager import ACTIVE, KVSnapshot
+from engine.block_records import ACTIVE, KVSnapshot
 from engine.events import BlockEvent
 
 log = logging.getLogger("pageturn.app")

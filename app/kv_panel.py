@@ -3,14 +3,15 @@
 What changes by itself (blocks, rates, events) reaches the panel over the socket of app/kv_hub.py. What belongs to the
 open chat comes as the component's value, JSON made here:
 
-    {"owner": int,                     the chat's slot on KV blocks: tells "mine" from "others"
+    {"owner": int,                     the chat's slot on KV blocks: tells "mine" from all others (page.js knows the
+                                       slots of the reader's other chats from the list of chats)
      "context_used": int, "context_limit": int,   tokens; limit 0 while no model is loaded
      "turns": [{"n": int,              the how-manieth reply of the branch, from 1
                 "at": float,           seconds since the epoch
                 "ttft": float, "rate": float,     seconds, tokens/s
                 "prompt": int, "cached": int, "out": int, "block_size": int,   tokens
                 "without": float | null}, ...],   estimated seconds of a prefill with nothing cached
-     "ended": int}                     only in the last value of a reply that was followed to its end
+     "ended": int}                     only in a value that makes the page ask how a followed reply ended
 """
 
 from __future__ import annotations

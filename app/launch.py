@@ -51,8 +51,7 @@ def run(settings: Settings) -> NoReturn:
     os.environ.update(OFFLINE_MANNERS)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("pageturn").setLevel(logging.INFO)
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, _interrupt)  # until the server takes both over
+    _on_signals(_interrupt)  # until the server takes both over
     restart = taken_over()
     try:
         code = _run(settings, restart)
@@ -74,6 +73,12 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _on_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
+    """What ^C and SIGTERM do from now on."""
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, handler)
+
+
 def _interrupt(sig: int, frame: FrameType | None) -> None:
     """End now. (asyncio replaces Python's own handler of ^C, and would cancel the start half-way at its next await.)"""
     raise KeyboardInterrupt
@@ -84,8 +89,10 @@ def _run(settings: Settings, restart: Restart | None) -> int:
     _check_model(settings.model, settings.max_model_len, settings.tensor_parallel_size, on_cpu)
     listener = restart.listener if restart else bind(settings.host, settings.port)
     store = _open_store(settings)
+    asked_to_end = threading.Event()
+    _on_signals(lambda *_: asked_to_end.set())  # an interrupt would leave asyncio with half an event loop
     try:
-        server = asyncio.run(_serve(settings, listener, store, restart))
+        server = asyncio.run(_serve(settings, listener, store, restart, asked_to_end))
     finally:
         store.close()
     if server.kept_listener is not None:
@@ -93,7 +100,12 @@ def _run(settings: Settings, restart: Restart | None) -> int:
     return server.exit_code
 
 
-async def _serve(settings: Settings, listener: socket.socket, store: Any, restart: Restart | None) -> Server:
+async def _serve(
+    settings: Settings, listener: socket.socket, store: Any, restart: Restart | None, asked_to_end: threading.Event
+) -> Server:
+    _on_signals(_interrupt)
+    if asked_to_end.is_set():
+        raise KeyboardInterrupt
     from engine.engine_thread import EngineThread
 
     engine = EngineThread(settings.engine_config())
@@ -106,8 +118,7 @@ async def _serve(settings: Settings, listener: socket.socket, store: Any, restar
         return build_app(settings, engine, chats)
 
     server = Server(settings, engine, build, listener, restart)
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, server.handle_exit)
+    _on_signals(server.handle_exit)
     await server.serve(sockets=[listener])
     if server.doorway.fault is not None:
         raise server.doorway.fault

@@ -27,6 +27,7 @@ from app.security import Guard
 from app.settings import Settings
 from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
 from engine.outputs import Delta, TokenLogprobs
+from engine.shown import shortened, shown
 
 if TYPE_CHECKING:
     from engine.engine_thread import EngineThread
@@ -50,7 +51,7 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
 
     @api.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
         return await refused(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     def check_caller(request: Request) -> None:
@@ -58,7 +59,7 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
             message = "no or wrong API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if not guard.same_origin(request):
-            raise ApiError(403, f"requests from pages of {request.headers['origin']!r} are not allowed")
+            raise ApiError(403, f"requests from pages of {shown(request.headers['origin'])} are not allowed")
 
     def model_card() -> dict[str, Any]:
         status = engine.status()
@@ -74,7 +75,7 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
     async def model(request: Request, model: str) -> dict[str, Any]:
         check_caller(request)
         if model != engine.status().model:
-            raise ApiError(404, _unknown_model(model, engine), param="model", code="model_not_found")
+            raise _unknown_model(model, engine)
         return model_card()
 
     @api.post("/chat/completions")
@@ -83,7 +84,7 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
         wanted = parse_request(await _body(request))
         _check_ready(engine)  # first: before it is, and after it has failed, the model's name is not known
         if wanted.model not in (engine.status().model, settings.model):
-            raise ApiError(400, _unknown_model(wanted.model, engine), param="model", code="model_not_found")
+            raise _unknown_model(wanted.model, engine)
         reply = Reply(wanted, await _submit(wanted, engine), engine)
         if wanted.stream:
             return EventStream(reply)
@@ -276,15 +277,19 @@ async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> Reques
     """Encode the prompt and hand it to the engine; every refusal as ApiError."""
     status, tokenizer = _check_ready(engine)
     messages = wanted.chat_messages()
+    pool = status.kv["total"] * status.block_size
+    text, limit = "".join(m["content"] for m in messages), min(status.max_model_len, pool)
+    if len(text) > LONG_PROMPT and (least := await asyncio.to_thread(tokenizer.least_tokens, text, limit)) >= limit:
+        raise _too_long(f"at least {least}", f"this server takes {limit}, the reply's included")
     prompt_ids = await _encode(
         lambda: tokenizer.encode_chat(messages, template_kwargs=wanted.chat_template_kwargs),
-        long=sum(len(m["content"]) for m in messages) > LONG_PROMPT,
+        long=len(text) > LONG_PROMPT,
     )
     room = status.max_model_len - len(prompt_ids)
     if room < 1:
-        limit = f"this model's context is {status.max_model_len} tokens, for the prompt and at least one of the reply"
-        raise _too_long(len(prompt_ids), limit)
-    if len(prompt_ids) > (pool := status.kv["total"] * status.block_size):
+        context = f"this model's context is {status.max_model_len} tokens, for the prompt and at least one of the reply"
+        raise _too_long(len(prompt_ids), context)
+    if len(prompt_ids) > pool:
         raise _too_long(len(prompt_ids), f"the KV cache holds {pool} tokens (--num-kvcache-blocks)")
     try:
         return engine.submit(prompt_ids, wanted.sampling_params(room))
@@ -306,11 +311,12 @@ async def _encode(encode: Callable[[], list[int]], long: bool) -> list[int]:
         raise ApiError(400, str(error), param="messages") from None
 
 
-def _unknown_model(model: str, engine: EngineThread) -> str:
-    return f"the model {model!r} is not served here; this server has {engine.status().model!r}"
+def _unknown_model(model: str, engine: EngineThread) -> ApiError:
+    message = f"the model {shown(model)} is not served here; this server has {engine.status().model!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
-def _too_long(prompt_tokens: int, limit: str) -> ApiError:
+def _too_long(prompt_tokens: int | str, limit: str) -> ApiError:
     message = f"the prompt has {prompt_tokens} tokens, but {limit}; shorten the messages"
     return ApiError(400, message, param="messages", code="context_length_exceeded")
 

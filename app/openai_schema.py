@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.sampling_params import SamplingParams
+from engine.shown import shortened, shown
 
 # Values that ask for nothing are accepted for the unavailable fields too: None always, and these.
 _UNAVAILABLE: dict[str, tuple[Any, ...]] = {
@@ -58,6 +59,7 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        param = None if param is None else shortened(param)
         self.status = status
         self.headers = headers
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
@@ -149,7 +151,7 @@ class ChatCompletionRequest(BaseModel):
         """By id: JSON's keys are strings."""
         for key in self.logit_bias or ():
             if not (key.isascii() and key.isdecimal()):
-                raise ApiError(400, f"logit_bias holds {key!r}; its keys must be token ids", param="logit_bias")
+                raise ApiError(400, f"logit_bias holds {shown(key)}; its keys must be token ids", param="logit_bias")
         return {int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else None
 
 
@@ -190,7 +192,7 @@ def _text(message: Message, where: str) -> str:
         param = f"{where}.content[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            named = f"of type {kind!r} " if isinstance(kind, str) else ""
+            named = f"of type {shown(kind)} " if isinstance(kind, str) else ""
             raise ApiError(400, f"{param}: a part {named}is not supported; this model reads text only", param=param)
         if not isinstance(part.get("text"), str):
             raise ApiError(400, f"{param}.text must be a string", param=f"{param}.text")
@@ -211,9 +213,10 @@ def _check_extra(model: BaseModel, unavailable: dict[str, tuple[Any, ...]], igno
                 param=f"{where}{name}",
                 code="unsupported_parameter",
             )
-        near = difflib.get_close_matches(name, list(type(model).model_fields), n=1)
+        near = difflib.get_close_matches(shortened(name), list(type(model).model_fields), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ApiError(400, f"unknown field {where + name!r}{hint}", param=f"{where}{name}", code="unknown_parameter")
+        field = where + name
+        raise ApiError(400, f"unknown field {shown(field)}{hint}", param=field, code="unknown_parameter")
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -224,15 +227,10 @@ def _api_error(error: ValidationError) -> ApiError:
     # A union reports each member's finding under the member's name; the field is what stands before it.
     param = _path([part for part in first["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))])
     value = first.get("input")
-    shown = "" if first["type"] == "missing" else f" (got {_short(value)})"
+    got = "" if first["type"] == "missing" else f" (got {shown(value)})"
     message = first["msg"][:1].lower() + first["msg"][1:]
-    return ApiError(400, f"{param or 'body'}: {message}{shown}", param=param or None)
+    return ApiError(400, f"{shortened(param) or 'body'}: {message}{got}", param=param or None)
 
 
 def _path(parts: Sequence[int | str]) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -15,6 +15,10 @@ class OwnerSlots:
         self._size = size
         self._slots: OrderedDict[str, int] = OrderedDict()
 
+    def known(self, chat_id: str) -> int:
+        """The chat's slot if it has one, else 0; looking does not count as use."""
+        return self._slots.get(chat_id, 0)
+
     def slot(self, chat_id: str) -> int:
         """The chat's slot; asking counts as use."""
         slot = self._slots.pop(chat_id, None)

@@ -7,7 +7,11 @@ from typing import Any
 
 import gradio as gr
 
-USER_ID = re.compile(r"[0-9a-f]{32}")
+from app.text import storable
+from engine.shown import shown
+
+# A browser's id, and behind it how often its reader has turned to a chat in this tab.
+_USER = re.compile(r"([0-9a-f]{32})(?::([0-9]{1,9}))?")
 
 
 def identity(request: gr.Request, user: object, login: bool) -> str:
@@ -16,18 +20,24 @@ def identity(request: gr.Request, user: object, login: bool) -> str:
         if not request.username:
             raise gr.Error("Log in first.", print_exception=False)
         return f"login:{request.username}"
-    if not isinstance(user, str) or not USER_ID.fullmatch(user):
+    if not isinstance(user, str) or not (match := _USER.fullmatch(user)):
         raise gr.Error("This browser sent no valid id: reload the page.", print_exception=False)
-    return user
+    return match[1]
+
+
+def choice_of(user: object) -> int:
+    """How often the reader has turned to a chat, as the page says it with the user's id; 0 where it does not."""
+    match = _USER.fullmatch(user) if isinstance(user, str) else None
+    return int(match[2] or 0) if match else 0
 
 
 def as_text(value: object) -> str:
-    """An argument that must be text; none at all is ""."""
+    """An argument that must be text, as UTF-8 can hold it; none at all is ""."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise gr.Error(f"{value!r} is not text", print_exception=False)
-    return value
+        raise gr.Error(f"{shown(value)} is not text", print_exception=False)
+    return storable(value)
 
 
 def event_field(event: gr.EventData, name: str) -> Any:
@@ -50,4 +60,4 @@ def as_turn_id(value: object) -> int:
     try:
         return int(value or 0)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
-        raise gr.Error(f"{value!r} is not a turn of a chat", print_exception=False) from None
+        raise gr.Error(f"{shown(value)} is not a turn of a chat", print_exception=False) from None

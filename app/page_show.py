@@ -1,10 +1,11 @@
 """Showing a chat on the page: the updates for its components, all at once, streamed while it answers, and at the end.
 
-Every method names the tab (Gradio's session hash) that it updates; what a tab shows is decided by its newest event.
+Every method names the tab that it updates; what a tab shows is decided by its newest event.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -16,6 +17,7 @@ from app import chat_view
 from app.chat import (
     BlankMessage,
     ChatBusy,
+    ChatError,
     ChatInfo,
     ChatNotFound,
     ChatService,
@@ -23,16 +25,20 @@ from app.chat import (
     ContextFull,
     JobSnapshot,
     ModelNotReady,
+    ReplyUnsaved,
 )
 from app.kv_panel import panel_value
-from app.page_tabs import Tabs
+from app.page_tabs import Tab, Tabs
 from app.settings_form import show_form
 
 if TYPE_CHECKING:
     from app.ui import Page
 
 Updates = dict[Any, Any]
+MAX_FOLLOWERS = 100  # tabs of one reply
 PANEL_SECONDS = 0.5  # between two updates of the panel's turn figures while a reply runs
+GONE = "That chat does not exist here: it was deleted, or belongs to somebody else."
+GONE_SECONDS = 1.0  # between two looks whether a tab still shows the reply that is to be saved
 
 
 class Showing:
@@ -43,90 +49,110 @@ class Showing:
         self._chats = chats
         self._prefill_rate = prefill_rate
         self._tabs = Tabs()
-        self._notices = 0
+        self._notices = self._endings = self._lists = 0
+        self._since = secrets.token_hex(4)  # numbers are counted since this server's start
 
     async def show(
         self,
-        tab: str,
+        tab: Tab,
         who: str,
         chat: str,
         *,
         first: int = 0,
         notice: str | None = None,
-        sent: str | None = None,
+        sent: dict[str, str] | None = None,
     ) -> Updates:
         """Show a chat ("": a new one), from turn `first` on (0: its last turns).
 
-        notice: what is said above the message box (None: what stands there stays). sent: the id under which the page
-        kept the draft that was sent ("": a new chat's; None: nothing was).
+        notice: what is said above the message box (None: what stands there stays). sent: of messages that the page has
+        sent, by their names, the chats that took them ("": none did).
         """
-        number = self._tabs.show(tab, chat)
+        if not (number := self._tabs.show(tab, chat)):
+            return await self._only_sent(who, sent)
         try:
             view = await self._chats.open_chat(who, chat) if chat else None
         except ChatNotFound:
-            view = None
-            notice = "That chat does not exist here: it was deleted, or belongs to somebody else."
+            view, notice = None, GONE
         page, opened = self.page, view.id if view else ""
         form = show_form(view.settings if view else self._chats.default_settings())
         rendered = chat_view.render(view, first) if view else chat_view.Rendered()
-        state = {"open": opened, "sent": sent, "answering": view is not None and view.job is not None}
-        updates = self._body(view, rendered) | dict(zip(page.form, form, strict=True))
+        changing = view is not None and (view.job is not None or view.unsaved is not None)
+        state = {"open": opened, "choice": tab.choice, "answering": changing, "sent": sent, "of": self._of(number)}
+        updates = self._body(view, rendered, number) | dict(zip(page.form, form, strict=True))
         updates |= {
             page.chat: opened,
             page.first: str(rendered.first),
             page.older: gr.update(visible=rendered.hidden > 0, value=f"Load older ({rendered.hidden} more)"),
             page.chat_list: await self.chats_of(who) | state,
         }
-        if sent is not None:
-            updates[page.message] = ""
         if notice is not None:
             updates[page.notice] = self.notice(notice)
-        return updates if self._tabs.is_newest(tab, number) else self.nothing()
+        return updates if self._tabs.is_newest(tab, number) else await self._only_sent(who, sent)
 
-    async def answer(self, tab: str, who: str, start: Callable[[], Awaitable[str]], sent: str | None = None) -> Updates:
-        """Do `start`, which returns the chat to show, and show it; a refusal is said and changes nothing else."""
+    async def _only_sent(self, who: str, sent: dict[str, str] | None) -> Updates:
+        """Where the tab shows something else by now: what was sent is no draft any more all the same."""
+        return {self.page.chat_list: await self.chats_of(who) | {"sent": sent}} if sent else self.nothing()
+
+    async def answer(self, tab: Tab, who: str, start: Callable[[], Awaitable[str]], message: str = "") -> Updates:
+        """Do `start`, which returns the chat to show, and show it, unless the reader turns to another one meanwhile; a
+        refusal is said and changes nothing else. message: the name of the one that is sent by it."""
         try:
             chat = await start()
         except BlankMessage:
             return self.nothing()
         except ValueError as error:
-            return {self.page.notice: self.notice(_refusal(error))}
+            return {self.page.notice: self.notice(_refusal(error), message)}
+        sent = {message: chat} if message else None
+        if self._tabs.has_turned(tab):
+            return await self._only_sent(who, sent)
         return await self.show(tab, who, chat, notice="", sent=sent)
 
-    async def follow(self, tab: str, who: str, chat: str, first: int) -> AsyncGenerator[tuple[Any, Any], None]:
+    async def follow(self, tab: Tab, who: str, chat: str, first: int) -> AsyncGenerator[tuple[Any, Any], None]:
         """Stream the shown chat's running reply as (messages, panel), until it ends or the tab shows something else.
 
         These two outputs are all it has: Gradio spends a millisecond of every update on each output left as it is.
         When the reply has ended, the panel's value says "ended", and the page asks for the rest (`settle`). It does not
-        where only the connection broke, as it would with an event chained to this one.
+        where only the connection broke, as it would with an event chained to this one. A reply that could not be
+        saved then is followed on, and "ended" said once more when it is on disk.
         """
         number = self._tabs.follow(tab, chat)
         if number:
             view = await self._chats.open_chat(who, chat)
-            panel, panel_at = self._panel(view, None), 0.0
+            panel, panel_at = self._panel(view, None, number), 0.0
             if view.job is not None:  # else it ended after the event that showed the chat
+                if view.job.num_watchers >= MAX_FOLLOWERS:
+                    what = f"{MAX_FOLLOWERS} tabs follow this reply, which is the limit"
+                    raise ChatError(f"{what}; reload when it has ended")
                 async with aclosing(view.job.watch()) as snapshots:
                     async for snapshot in snapshots:
                         if snapshot.done or not self._tabs.is_newest(tab, number):
                             break
                         if time.monotonic() - panel_at >= PANEL_SECONDS or snapshot.phase != "decode":
-                            panel, panel_at = self._panel(view, snapshot), time.monotonic()
+                            panel, panel_at = self._panel(view, snapshot, number), time.monotonic()
                         yield chat_view.render(view, first, snapshot).messages, panel
+            unsaved = self._chats.unsaved(who, chat)
             if self._tabs.is_newest(tab, number):
-                yield gr.skip(), panel | {"ended": number}
+                yield gr.skip(), panel | self._ended()
+            while unsaved is not None and self._tabs.is_newest(tab, number):
+                if await unsaved.settled_within(GONE_SECONDS):
+                    unsaved = None
+                    yield gr.skip(), panel | self._ended()
         # Gradio repeats the last update when the event ends; by then the tab may show something else.
         yield gr.skip(), gr.skip()
 
-    async def settle(self, tab: str, who: str, chat: str, first: int) -> Updates:
+    async def settle(self, tab: Tab, who: str, chat: str, first: int) -> Updates:
         """After following: how the reply ended."""
         try:
             view = await self._chats.open_chat(who, chat)
-        except ChatNotFound:  # deleted while it answered; the deletion shows a blank page
-            return self.nothing()
+        except ChatNotFound:
+            view = None
         listed = await self.chats_of(who)
         if self._tabs.shows(tab) != chat:
             return self.nothing()
-        return self._body(view, chat_view.render(view, first)) | {self.page.chat_list: listed}
+        if view is None:  # deleted in another tab while it answered
+            return {self.page.chat_list: listed | {"gone": chat}}
+        body = self._body(view, chat_view.render(view, first), self._tabs.newest(tab))
+        return body | {self.page.chat_list: listed}
 
     async def after_change(self, who: str, change: Awaitable[Any]) -> Updates:
         """Do a change to the list of chats and show the list; a refusal is said."""
@@ -138,41 +164,62 @@ class Showing:
         return {self.page.chat_list: await self.chats_of(who), self.page.notice: self.notice(notice)}
 
     async def chats_of(self, who: str) -> dict[str, Any]:
-        """The value of the list of chats. Only `show` adds "open", the id of the chat shown."""
-        return {"chats": [list_row(info) for info in await self._chats.list_chats(who)]}
+        """The value of the list of chats. Only `show` adds "open", the id of the chat shown.
 
-    def notice(self, words: str) -> dict[str, Any]:
-        """The notice's value; its number makes the same words twice two notices."""
+        "number": of two lists that arrive in the other order the page keeps the one that was asked for later."""
+        self._lists += 1
+        number = self._lists
+        chats = [list_row(info) for info in await self._chats.list_chats(who)]
+        return {"chats": chats, "since": self._since, "number": number}
+
+    def notice(self, words: str, message: str = "") -> dict[str, Any]:
+        """The notice's value; its number makes the same words twice two notices. message: the name of the one that was
+        refused."""
         self._notices += 1
-        return {"text": words, "number": self._notices}
+        return {"text": words, "number": self._notices, "refused": message}
 
     def nothing(self) -> Updates:
         """Updates that change nothing; Gradio takes no empty ones."""
         return {self.page.notice: gr.skip()}
 
-    def _body(self, view: ChatView | None, rendered: chat_view.Rendered) -> Updates:
+    def _ended(self) -> dict[str, int]:
+        """What makes the page ask for the rest of a reply; its number makes two ends of the same two."""
+        self._endings += 1
+        return {"ended": self._endings}
+
+    def _of(self, number: int) -> dict[str, Any]:
+        """Which event an update is of. Two may arrive in the other order: the page shows the newer one's again."""
+        return {"since": self._since, "number": number}
+
+    def _body(self, view: ChatView | None, rendered: chat_view.Rendered, number: int) -> Updates:
         snapshot = view.job.snapshot() if view and view.job else None
         if view and snapshot:
             rendered = chat_view.render(view, rendered.first, snapshot)
         return {
             self.page.chatbot: rendered.messages,
-            self.page.panel: self._panel(view, snapshot),
+            self.page.panel: self._panel(view, snapshot, number),
             self.page.stop: gr.update(visible=view is not None and view.job is not None),
         }
 
-    def _panel(self, view: ChatView | None, snapshot: JobSnapshot | None) -> dict[str, Any]:
-        return panel_value(view, snapshot, self._prefill_rate())
+    def _panel(self, view: ChatView | None, snapshot: JobSnapshot | None, number: int) -> dict[str, Any]:
+        return panel_value(view, snapshot, self._prefill_rate()) | {"of": self._of(number)}
 
 
 def list_row(info: ChatInfo) -> dict[str, Any]:
-    """A chat as assets/page.js lists it."""
-    return {"id": info.id, "title": info.title, "answering": info.answering, "snippet": info.snippet}
+    """A chat as assets/page.js lists it; by the owners the panel tells the reader's other chats from strangers'."""
+    return {
+        "id": info.id,
+        "title": info.title,
+        "answering": info.answering,
+        "snippet": info.snippet,
+        "owner": info.owner,
+    }
 
 
 def _refusal(error: ValueError) -> str:
     """The words for a refusal; where there is a way on, it is named."""
     if isinstance(error, ContextFull):
         return f"{error} Start a new chat, or tick “Leave out older turns” in the settings. Your text is kept."
-    if isinstance(error, ChatBusy | ModelNotReady):
+    if isinstance(error, ChatBusy | ModelNotReady | ReplyUnsaved):
         return f"{str(error)[:1].upper()}{str(error)[1:]}. Your text is kept."
     return str(error)

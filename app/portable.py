@@ -9,6 +9,7 @@ from typing import Any
 from app.chat_settings import DEFAULTS
 from app.records import ChatRow, TurnRow
 from app.text import MAX_MESSAGE_CHARS, MAX_TITLE_CHARS, storable
+from engine.shown import shown
 
 FORMAT, VERSION = "pageturn-chat", 1
 MAX_TURNS = 10_000
@@ -44,8 +45,9 @@ def from_portable(data: Any) -> tuple[str, dict[str, Any], list[TurnRow], int | 
     the first thing that is wrong."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'this is not an exported chat: "format" must be "{FORMAT}"')
-    if data.get("version") != VERSION:
-        raise ValueError(f'the exported chat has "version" {data.get("version")!r}; this PageTurn reads {VERSION}')
+    version = data.get("version")
+    if type(version) is not int or version != VERSION:  # True and 1.0 equal 1
+        raise ValueError(f'the exported chat has "version" {shown(version)}; this PageTurn reads {VERSION}')
     title = data.get("title")
     if not isinstance(title, str) or len(title) > MAX_TITLE_CHARS:
         raise ValueError(f'"title" must be a string of at most {MAX_TITLE_CHARS} characters')
@@ -62,7 +64,7 @@ def from_portable(data: Any) -> tuple[str, dict[str, Any], list[TurnRow], int | 
         turns.append(_turn(index, row, turns))
     leaf = data.get("open")
     if leaf is not None and not _is_index(leaf, len(turns)):
-        raise ValueError(f'"open" is {leaf!r}; it must be null or a position from 0 to {len(turns) - 1}')
+        raise ValueError(f'"open" is {shown(leaf)}; it must be null or a position from 0 to {len(turns) - 1}')
     return storable(title), settings, turns, leaf
 
 
@@ -72,17 +74,17 @@ def _turn(index: int, row: Any, earlier: Sequence[TurnRow]) -> TurnRow:
         raise ValueError(f"{where} must be an object")
     parent, role, text, status = row.get("parent"), row.get("role"), row.get("text"), row.get("status", "done")
     if parent is not None and not _is_index(parent, index):
-        raise ValueError(f'{where} has "parent" {parent!r}; it must be null or the position of an earlier turn')
+        raise ValueError(f'{where} has "parent" {shown(parent)}; it must be null or the position of an earlier turn')
     expected = "user" if parent is None or earlier[parent].role == "assistant" else "assistant"
     if role != expected:
-        raise ValueError(f'{where} has "role" {role!r}; here it must be "{expected}"')
+        raise ValueError(f'{where} has "role" {shown(role)}; here it must be "{expected}"')
     if not isinstance(text, str) or len(text) > MAX_MESSAGE_CHARS:
         raise ValueError(f'{where} has a "text" that is not a string of at most {MAX_MESSAGE_CHARS:,} characters')
     if status not in _STATUSES:
-        raise ValueError(f'{where} has "status" {status!r}; it must be one of {", ".join(_STATUSES)}')
+        raise ValueError(f'{where} has "status" {shown(status)}; it must be one of {", ".join(_STATUSES)}')
     created = row.get("created", 0.0)
     if isinstance(created, bool) or not isinstance(created, (int, float)) or not 0 <= created < 1e11:
-        raise ValueError(f'{where} has "created" {created!r}; it must be seconds since 1970')
+        raise ValueError(f'{where} has "created" {shown(created)}; it must be seconds since 1970')
     # Figures are what another server measured: not taken over, they could say anything.
     return TurnRow(id=index, parent=parent, role=expected, text=storable(text), status=status, created=float(created))
 

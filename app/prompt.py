@@ -54,6 +54,10 @@ def build_prompt(
     limit: tokens that prompt and output may take together. Raises ContextFull where the prompt leaves no room for
     one token; with settings.leave_out_older the oldest turns are dropped first.
     """
+    least = tokenizer.least_tokens(branch[-1].text, limit) if branch else 0
+    if least >= limit:
+        words = f"This message takes at least {least:,} tokens and the context holds {limit:,}: shorten it"
+        raise ContextFull(words, least, limit)
     # A reply that ended stands with every id it has, so that all its blocks are found again.
     branch = [without_unseen_ids(turn, tokenizer) if turn.status == "cut" else turn for turn in branch]
     reply_ids: list[int] = []

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import ChatSettings
-from app.errors import ChatBusy, ChatError, ModelNotReady
+from app.errors import ChatBusy, ChatError, ModelNotReady, ReplyUnsaved
 from app.figures import Figures
 from app.jobs import Job
 from app.prompt import Prompt, build_prompt
 from app.records import ChatRow, TurnRow
 from app.store import Store
 from app.text import title_of
+from app.unsaved import Unsaved, UnsavedReply
 from engine.engine_thread import EngineError
 
 if TYPE_CHECKING:
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 
 
 class Replies:
-    """The running jobs by chat, and the only way to start one. Callers have checked whose chat it is."""
+    """The running jobs by chat, the ended ones that could not be saved yet (`unsaved`), and the only way to start
+    one. Callers have checked whose chat it is."""
 
     def __init__(
         self, store: Store, engine: EngineThread, abandon_after: float | None, *, isolate_users: bool = False
     ) -> None:
         """abandon_after: seconds a job may run without a watcher, None for ever. isolate_users: every user's
         requests have a cache salt of their own."""
+        self.unsaved = Unsaved(store)
         self._store = store
         self._engine = engine
         self._abandon_after = abandon_after
@@ -53,16 +56,25 @@ class Replies:
             await asyncio.wait([starting])
 
     async def start(self, chat_id: str, starter: Callable[[], Coroutine[Any, Any, Job]]) -> Job:
-        """Run `starter` as the only one for this chat; ChatBusy while another runs or answers. It goes on when the
-        caller goes away in the middle: turns that were written need their job."""
+        """Run `starter` as the only one for this chat; ChatBusy while another runs or answers, ReplyUnsaved while
+        the last reply cannot be saved. It goes on when the caller goes away in the middle: turns that were written
+        need their job."""
         if self._closing:
             raise ChatError("the server is shutting down; your message was not sent")
         if chat_id in self._jobs or chat_id in self._starting:
             raise ChatBusy("this chat is still answering: wait for it or stop it first")
-        task = asyncio.create_task(starter())
+        task = asyncio.create_task(self._after_saving(chat_id, starter))
         self._starting[chat_id] = task
         task.add_done_callback(lambda _: self._starting.pop(chat_id))
         return await asyncio.shield(task)
+
+    async def _after_saving(self, chat_id: str, starter: Callable[[], Coroutine[Any, Any, Job]]) -> Job:
+        if unsaved := await self.unsaved.save(chat_id):
+            raise ReplyUnsaved(
+                f"the last reply of this chat is not on disk yet ({unsaved.reason}): "
+                "make room on the disk of the data folder, then try again"
+            )
+        return await starter()
 
     async def stop(self, chat_id: str, cut_by: str) -> Job | None:
         """Stop the chat's job, also one that is about to start, and return it; None if nothing runs."""
@@ -126,6 +138,7 @@ class Replies:
         for job in jobs:
             job.stop("shutdown")
         await asyncio.gather(*(job.wait() for job in jobs))
+        await self.unsaved.close()
 
     async def _prompt(
         self, settings: ChatSettings, branch: Sequence[TurnRow], unfinished: TurnRow | None
@@ -168,13 +181,15 @@ class Replies:
             owner=owner,
             wanted_tokens=settings.max_tokens,
             abandon_after=self._abandon_after,
-            on_end=self._forget,
+            on_end=self._ended,
         )
         self._jobs[chat.id] = job
         return job
 
-    def _forget(self, job: Job) -> None:
+    def _ended(self, job: Job) -> None:
         self._jobs.pop(job.chat_id, None)
+        if job.unsaved:
+            self.unsaved.keep(UnsavedReply(job.user, job.chat_id, job.turn, job.unsaved))
 
     def _ready(self) -> tuple[Tokenizer, int]:
         """The tokenizer and the context's limit in tokens. Raises ModelNotReady."""

@@ -1,14 +1,20 @@
-"""Who may talk to which route: origin, API key, login; and the headers that bound what the page can do."""
+"""Who may talk to which route: host name, origin, API key, login; and the headers that bound what the page can do."""
 
 from __future__ import annotations
 
 import hmac
+import re
+import socket
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from app.settings import Settings
 
@@ -38,6 +44,17 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
 
+REFUSED_HOST = (
+    "This server answers to localhost, IP addresses and this machine's own name only; for another name start it with "
+    "--allowed-hosts NAME (PAGETURN_ALLOWED_HOSTS).\n"
+)
+
+# What the page and its login use of /gradio_api/, and what stands beside it that nobody uses.
+BEHIND_LOGIN = ("queue", "run", "cancel", "reset", "heartbeat")  # Gradio asks for it in some of them, after the body
+USED_OF_GRADIO = (*BEHIND_LOGIN, "startup-events", "login_check", "theme.css")
+CLOSED = ("openapi.json", "monitoring")
+MAX_PAGE_BODY = 32 * 2**20  # bytes of an event; an imported chat is the longest
+
 # Set with the page. SameSite=Strict: a browser sends it back only from a page of this site, which is all that its
 # presence tells; it holds nothing.
 PAGE_COOKIE = "pageturn-page"
@@ -66,6 +83,97 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class HostGate:
+    """ASGI middleware before everything. A page of another site can have its own name resolved to this machine (DNS
+    rebinding); what it then asks is of its own origin to the browser, but its Host is still that name. A server that
+    listens on this machine only answers to no name that is not this machine's."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        own = socket.gethostname().lower()
+        names = ("localhost", "*.localhost", own, own.partition(".")[0], *settings.allowed_hosts)
+        self._names = {name for name in names if not name.startswith("*")}
+        self._suffixes = tuple(name.removeprefix("*") for name in names if name.startswith("*"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._answers_to(HTTPConnection(scope).headers.get("host")):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(1008)(scope, receive, send)  # before accept: the handshake is answered with 403
+        else:
+            await PlainTextResponse(REFUSED_HOST, 403)(scope, receive, send)
+
+    def _answers_to(self, host: str | None) -> bool:
+        if not host:  # every browser sends one
+            return True
+        name = re.sub(r":\d*$", "", host).lower().rstrip(".")
+        return name in self._names or name.endswith(self._suffixes) or _is_address(name)
+
+
+def listens_locally(host: str) -> bool:
+    """Whether a server bound to `host`, an address or a name, is reached from this machine only."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError):
+        return False
+    return ip_address(str(found[4][0]).partition("%")[0]).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+class PageGate:
+    """ASGI middleware in front of what Gradio serves. Gradio answers pages of every origin, with their reader's login;
+    here they are refused, preflights included. It also takes uploads, gives out files, fetches from elsewhere and
+    describes itself; here what the page does not use is closed."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else None
+        # /v1 and /kv ask the guard themselves, and answer in their own form.
+        if path is None or path.startswith(("/v1/", "/kv/")):
+            await self._app(scope, receive, send)
+        elif refusal := self._refusal(path, HTTPConnection(scope)):
+            status, why = refusal
+            await JSONResponse({"detail": why}, status)(scope, receive, send)
+        else:
+            await self._app(scope, _at_most(MAX_PAGE_BODY, receive), send)
+
+    def _refusal(self, path: str, connection: HTTPConnection) -> tuple[int, str] | None:
+        if not self._guard.same_origin(connection):
+            return 403, "a page of another site may not use this server"
+        first, _, rest = path.lstrip("/").partition("/")
+        name = rest.partition("/")[0]
+        if first in CLOSED or (first == "gradio_api" and name not in USED_OF_GRADIO):
+            return 403, "the page does not use this address"
+        if first == "gradio_api" and name in BEHIND_LOGIN and not self._guard.logged_in(connection):
+            return 401, "Not authenticated"
+        return None
+
+
+def _at_most(limit: int, receive: Receive) -> Receive:
+    """`receive` of a body that may not be longer than `limit` bytes."""
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise HTTPException(413, f"the body is longer than {limit:,} bytes; send less")
+        return message
+
+    return counted
 
 
 class Guard:

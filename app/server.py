@@ -19,20 +19,20 @@ from app.doorway import health
 from app.event_socket import event_socket
 from app.kv_hub import STATE_NAMES, KVHub
 from app.openai_api import build_api
-from app.security import Guard, SecurityHeaders
+from app.page_blocks import refuse_in_words
+from app.security import Guard, HostGate, PageGate, SecurityHeaders, listens_locally
 from app.settings import Settings
 from app.ui import build_ui
 
 if TYPE_CHECKING:
     from app.chat import ChatService
-    from engine.block_manager import KVSnapshot
+    from engine.block_records import KVSnapshot
     from engine.engine_thread import EngineThread
 
 log = logging.getLogger("pageturn.app")
 
 ENGINE_TIMEOUT = 5.0  # seconds the engine has to finish its step in flight at shutdown
 LOADING_TIMEOUT = 1.0  # ... and a model that is still loading: an import or a file being read cannot be ended
-MAX_UPLOAD = "4mb"  # Gradio's upload route is open to everyone who may see the page
 
 
 def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> FastAPI:
@@ -50,7 +50,10 @@ def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> F
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.close = closing  # for a server that wants it before it waits for open connections
+    app.add_middleware(PageGate, guard=guard)
     app.add_middleware(SecurityHeaders)
+    if listens_locally(settings.host):
+        app.add_middleware(HostGate, settings=settings)
     if settings.root_path:
         app.add_middleware(UnderPath, root_path=settings.root_path)
 
@@ -90,10 +93,10 @@ def build_app(settings: Settings, engine: EngineThread, chats: ChatService) -> F
         mcp_server=False,
         pwa=False,
         show_error=False,  # a handler's own gr.Error is shown all the same; a fault's text stays in the log
-        max_file_size=MAX_UPLOAD,
         **mount_kwargs,
     )
     guard.gradio_app = next(r.app for r in app.routes if isinstance(r, Mount) and isinstance(r.app, GradioApp))
+    refuse_in_words(guard.gradio_app)
     return app
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
+from engine.shown import shortened, shown
 
 ENV_PREFIX = "PAGETURN_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -106,6 +107,13 @@ def _key(text: str) -> str:
     if not text.isascii() or not text.isprintable():
         raise ValueError("must be printable ASCII, since it travels in an HTTP header")
     return text
+
+
+def _host_names(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in (word.strip().lower().rstrip(".") for word in text.split(",")) if name)
+    if not names or not all(re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", name) for name in names):
+        raise ValueError("must be host names without port, such as chat.example.org, *.example.org or *")
+    return names
 
 
 def _root_path(text: str) -> str:
@@ -202,9 +210,17 @@ class Settings:
     )
     auth: tuple[str, str] | None = _setting(
         None,
-        "Login for the page, its socket and /kv/snapshot.",
+        "Login for the page, its socket and /kv/snapshot, which the key opens too where both are set.",
         parse=_login,
         metavar="USER:PASS",
+        shown_default="none",
+    )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "Names by which a server that listens on this machine only may be reached beside localhost, IP addresses and "
+        "the machine's own name: what a proxy on this machine passes on as Host; * for any.",
+        parse=_host_names,
+        metavar="NAME[,NAME...]",
         shown_default="none",
     )
     root_path: str = _setting(
@@ -292,7 +308,7 @@ def _parsed(parse: Callable[[str], Any], source: str, raw: str) -> Any:
     try:
         return parse(raw)
     except ValueError as error:
-        raise SettingsError(f"{source}: {raw!r} {error}") from None
+        raise SettingsError(f"{source}: {shown(raw)} {error}") from None
 
 
 def with_flags(message: str) -> str:
@@ -312,10 +328,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
-                raise SettingsError(f"unexpected argument {word!r}; every setting is a flag, see --help")
+                raise SettingsError(f"unexpected argument {shown(word)}; every setting is a flag, see --help")
             near = difflib.get_close_matches(word, [flag(f.name) for f in fields(Settings)], n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for the list"
-            raise SettingsError(f"unknown flag {word}; {hint}")
+            raise SettingsError(f"unknown flag {shortened(word)}; {hint}")
         return parsed
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from app.chat import ChatSettings
+from engine.shown import shown
 
 # The order of the controls is the order of the form's values.
 FIELDS = (
@@ -37,25 +38,18 @@ PRESETS = {
 }
 
 
-def slider(low: float, high: float, **options: Any) -> gr.Slider:
-    """A slider; a number typed out of its range comes through, to be refused in this page's own words and place."""
-    control = gr.Slider(low, high, **options)
-    control.preprocess = lambda payload: payload  # a subclass would make Gradio write a file beside this one
-    return control
-
-
 def build_form() -> tuple[gr.Dropdown, list[Any]]:
     """Create the controls in the present layout; returns the preset list and the controls in FIELDS' order."""
     preset = gr.Dropdown(list(PRESETS), value=None, label="System prompt preset", elem_id="preset")
     controls = [
         gr.Textbox(label="System prompt", lines=2, max_lines=8, elem_id="system-prompt"),
-        slider(0, 2, step=0.05, label="Temperature (0: always the likeliest token)", elem_id="temperature"),
-        slider(0, 1, step=0.01, label="Top-p", elem_id="top-p"),
+        gr.Slider(0, 2, step=0.05, label="Temperature (0: always the likeliest token)", elem_id="temperature"),
+        gr.Slider(0, 1, step=0.01, label="Top-p", elem_id="top-p"),
         gr.Number(precision=0, label="Top-k (0: all)", elem_id="top-k"),
-        slider(0, 1, step=0.01, label="Min-p", elem_id="min-p"),
-        slider(0.5, 2, step=0.01, label="Repetition penalty", elem_id="repetition-penalty"),
-        slider(-2, 2, step=0.05, label="Presence penalty", elem_id="presence-penalty"),
-        slider(-2, 2, step=0.05, label="Frequency penalty", elem_id="frequency-penalty"),
+        gr.Slider(0, 1, step=0.01, label="Min-p", elem_id="min-p"),
+        gr.Slider(0.5, 2, step=0.01, label="Repetition penalty", elem_id="repetition-penalty"),
+        gr.Slider(-2, 2, step=0.05, label="Presence penalty", elem_id="presence-penalty"),
+        gr.Slider(-2, 2, step=0.05, label="Frequency penalty", elem_id="frequency-penalty"),
         gr.Textbox(label="Max tokens (empty: the rest of the context)", max_lines=1, elem_id="max-tokens"),
         gr.Textbox(label="Seed (empty: another one each time)", max_lines=1, elem_id="seed"),
         gr.Textbox(label="Stop strings, one a line", lines=1, max_lines=4, elem_id="stop-strings"),
@@ -84,6 +78,11 @@ def is_unfilled(values: Sequence[Any]) -> bool:
     return form.get("top_k") is None and not form.get("temperature") and not form.get("top_p")
 
 
+def left_alone(values: Sequence[Any], settings: ChatSettings) -> set[int]:
+    """Indices of the controls that stand as show_form(settings) has them."""
+    return {i for i, (value, shown) in enumerate(zip(values, show_form(settings), strict=False)) if value == shown}
+
+
 def read_form(values: Sequence[Any], defaults: ChatSettings) -> ChatSettings:
     """Settings from the controls' values. A value that is no setting raises ValueError naming field and value."""
     if len(values) != len(FIELDS):
@@ -106,4 +105,4 @@ def _integer(name: str, value: Any) -> int:
     try:
         return int(str(value).strip())
     except ValueError:
-        raise ValueError(f"{name}={value!r} must be a whole number") from None
+        raise ValueError(f"{name}={shown(value)} must be a whole number") from None

@@ -15,12 +15,14 @@ import gradio as gr
 from gradio.themes import Base, Default
 
 from app.kv_panel import kv_panel
+from app.page_arguments import as_text
+from app.page_blocks import PageBlocks
+from app.page_queue import PageQueue
 from app.settings_form import PRESETS, build_form
 from app.ui_events import PageEvents
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("stream.js", "page.js", "grid.js", "panel.js")
-QUEUE_POLL = 0.02  # seconds between two looks for a new event while none runs
+SCRIPTS = ("stream.js", "page.js", "compose.js", "grid.js", "panel.js")
 FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace")
 LATEX = [
@@ -28,13 +30,16 @@ LATEX = [
     {"left": "\\[", "right": "\\]", "display": True},
     {"left": "\\(", "right": "\\)", "display": False},
 ]
-# These run in the browser before an event is sent: the first argument becomes the browser's id, and with TARGET the
-# second one the chat that the reader picked last, which the page may not show yet; with SEND_TARGET that, or the name
-# of the blank page.
-IDENTIFY = "(user, ...rest) => [window.pageturn.user(), ...rest]"
-SEND_TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.target(), ...rest]"
-TARGET = "(user, target, ...rest) => [window.pageturn.user(), window.pageturn.open, ...rest]"
-ADDRESS = "() => [window.pageturn.user(), window.pageturn.chatInAddress()]"
+# These run in the browser before an event is sent. The first argument becomes the browser's id, and how often its
+# reader has turned to a chat; the others what assets/page.js and compose.js know better than the page, which may not
+# show yet what the reader picked last: where a message goes, what was sent and not answered.
+IDENTIFY = "(user, ...rest) => [pageturn.user(), ...rest]"
+SENDING = (
+    "(user, target, name, chat, text, ...form) =>"
+    " { [target, text, name] = pageturn.sending(text); return [pageturn.user(), target, name, chat, text, ...form]; }"
+)
+PRESENT = "(user, target, names, ...rest) => [pageturn.user(), pageturn.target(), pageturn.namesOnTheWay(), ...rest]"
+ADDRESS = "() => [pageturn.user(), pageturn.chatInAddress(), pageturn.namesOnTheWay()]"
 # gr.HTML lets an event be listened to only where its name stands quoted in the component's script.
 CUSTOM_EVENTS = (
     "'pick' 'rename' 'remove' 'search' 'export_chat' 'import_chat' 'act' 'follow' 'settle' 'resync' 'retry_load'"
@@ -43,11 +48,12 @@ CUSTOM_EVENTS = (
 
 @dataclass
 class Page:
-    """The components that events read and change. user and target are filled by the browser alone; chat is the id of
-    the chat shown ("": a new one), first the id of its oldest turn shown."""
+    """The components that events read and change. user, target and name are filled by the browser alone; chat is the
+    id of the chat shown ("": a new one), first the id of its oldest turn shown."""
 
     user: gr.Textbox
     target: gr.Textbox
+    name: gr.Textbox
     chat: gr.Textbox
     first: gr.Textbox
     chat_list: gr.HTML
@@ -70,18 +76,19 @@ def build_ui(chats: Any, engine: Any, settings: Any) -> tuple[gr.Blocks, dict[st
         retry_load=engine.retry,
         login=bool(settings.auth),
     )
-    with gr.Blocks(title="PageTurn", fill_width=True, analytics_enabled=False) as demo:
+    with PageBlocks(title="PageTurn", fill_width=True, analytics_enabled=False) as demo:
         events.page = _layout()
         _wire(demo, events.page, events)
-    demo.queue(default_concurrency_limit=None, api_open=False)
-    # Gradio looks for new events every millisecond, which alone costs an idle server 7 % of a core.
-    demo._queue.sleep_when_free = QUEUE_POLL
+    demo.close_events()
+    demo.queue(api_open=False)
+    demo._queue = PageQueue(demo)
     return demo, {"theme": _theme(), "css": (ASSETS / "page.css").read_text(encoding="utf-8"), "head": _head()}
 
 
 def _layout() -> Page:
     user = gr.Textbox(visible="hidden", elem_id="user")
     target = gr.Textbox(visible="hidden", elem_id="picked-chat")
+    name = gr.Textbox(visible="hidden", elem_id="message-name")
     chat = gr.Textbox(visible="hidden", elem_id="open-chat")
     first = gr.Textbox(visible="hidden", elem_id="first-turn")
     gr.HTML(
@@ -99,8 +106,17 @@ def _layout() -> Page:
                 js_on_load=f"window.pageturn.mountChats(element, trigger, watch, props); // {CUSTOM_EVENTS}",
                 apply_default_css=False,
             )
-            with gr.Accordion("Settings of this chat", open=False, elem_id="settings"):
-                preset, form = build_form()
+            # Not a gr.Accordion: that mounts what is in it when it is first unfolded, and once all of it has loaded
+            # sets every control to the server's value again, over what was typed meanwhile.
+            with gr.Column(elem_id="settings"):
+                gr.HTML(
+                    html_template='<button type="button" aria-expanded="false" aria-controls="settings-form">'
+                    "Settings of this chat</button>",
+                    js_on_load="window.pageturn.mountSettings(element)",
+                    apply_default_css=False,
+                )
+                with gr.Column(elem_id="settings-form"):
+                    preset, form = build_form()
         with gr.Column(elem_id="conversation"):
             older = gr.Button("Load older", elem_id="older", size="sm", visible=False)
             chatbot = gr.Chatbot(
@@ -143,21 +159,25 @@ def _layout() -> Page:
         with gr.Column(elem_id="panel-column"):
             panel = kv_panel()
     return Page(
-        user, target, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
+        user, target, name, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
     )
 
 
 def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
-    shown = (page.chat, page.first, page.chat_list, page.older, page.chatbot, page.notice, page.message, page.stop)
+    # Arguments come as the browser sent them, to be refused in this page's own words and place.
+    raw: dict[str, Any] = {"preprocess": False, "api_visibility": "private", "show_progress": "hidden"}
+    # One id for all: else Gradio begins waiting events of several kinds in any order.
+    raw |= {"concurrency_id": "page", "concurrency_limit": None}
+    shown = (page.chat, page.first, page.chat_list, page.older, page.chatbot, page.notice, page.stop)
     outputs = [*shown, page.panel, *page.form]
 
     def on(listener: Callable[..., Any], handler: Callable[..., Any], *inputs: Any, js: str = IDENTIFY, **kwargs: Any):
-        options = {"trigger_mode": "multiple", "concurrency_limit": None, "show_progress": "hidden", "outputs": outputs}
-        listener(handler, inputs=[page.user, *inputs], js=js, api_visibility="private", **(options | kwargs))
+        options = raw | {"trigger_mode": "multiple", "outputs": outputs}
+        listener(handler, inputs=[page.user, *inputs], js=js, **(options | kwargs))
 
-    on(demo.load, events.open_address, page.target, js=ADDRESS)
+    on(demo.load, events.open_address, page.target, page.name, js=ADDRESS)
     on(page.new_chat.click, events.new)
-    on(page.message.submit, events.send, page.target, page.chat, page.message, *page.form, js=SEND_TARGET)
+    on(page.message.submit, events.send, page.target, page.name, page.chat, page.message, *page.form, js=SENDING)
     on(page.stop.click, events.stop, page.chat, outputs=None, queue=False)  # at once
     on(page.older.click, events.load_older, page.chat, page.first)
     on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form)
@@ -172,23 +192,16 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(page.chat_list.follow, events.follow, page.chat, page.first, outputs=[page.chatbot, page.panel])
     ending = [page.chatbot, page.panel, page.stop, page.chat_list, page.notice]
     on(page.chat_list.settle, events.settle, page.chat, page.first, outputs=ending)
-    on(page.chat_list.resync, events.open_address, page.target, js=TARGET)
-    page.chat_list.retry_load(events.load_again, None, None, api_visibility="private", show_progress="hidden")
+    on(page.chat_list.resync, events.resync, page.target, page.name, *page.form, js=PRESENT)
+    page.chat_list.retry_load(events.load_again, None, None, **raw)
     # "input" alone misses the first change after the server has set a text box.
     keep: dict[str, Any] = {"outputs": [page.notice], "trigger_mode": "always_last"}
     for control in page.form:
         for event in ("input", "blur", "release"):
             if event in {str(known) for known in control.EVENTS}:
                 on(getattr(control, event), events.change_setting, page.chat, *page.form, **keep)
-    page.preset.input(
-        lambda name: PRESETS.get(name, ""), page.preset, page.form[0], api_visibility="private", show_progress="hidden"
-    ).then(
-        events.change_setting,
-        [page.user, page.chat, *page.form],
-        [page.notice],
-        js=IDENTIFY,
-        api_visibility="private",
-        show_progress="hidden",
+    page.preset.input(lambda name: PRESETS.get(as_text(name), ""), page.preset, page.form[0], **raw).then(
+        events.change_setting, [page.user, page.chat, *page.form], [page.notice], js=IDENTIFY, **raw
     )
 
 

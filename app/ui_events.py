@@ -11,18 +11,21 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from app import chat_view
-from app.chat import BlankMessage, ChatError, ChatService, ChatSettings
-from app.new_chats import NewChats
-from app.page_arguments import as_message, as_text, as_turn_id, event_field, identity
+from app.chat import ChatError, ChatNotFound, ChatService, ChatSettings
+from app.chat_settings import DEFAULTS
+from app.page_arguments import as_message, as_text, as_turn_id, choice_of, event_field, identity
 from app.page_show import Showing, Updates, list_row
-from app.settings_form import is_unfilled, read_form
+from app.page_tabs import Tab
+from app.sent_messages import BLANK, SentMessages
+from app.settings_form import is_unfilled, left_alone, read_form
+from engine.shown import shown
 
 if TYPE_CHECKING:
     from app.ui import Page
@@ -42,7 +45,7 @@ class PageEvents:
     ) -> None:
         self.chats = chats
         self._showing = Showing(chats, prefill_rate)
-        self._new_chats = NewChats()
+        self._sent = SentMessages()
         self._retry_load = retry_load
         self._login = login
 
@@ -56,46 +59,76 @@ class PageEvents:
         self._showing.page = page
 
     # -- opening -----------------------------------------------------------------------------------------------
-    async def open_address(self, request: gr.Request, user: str, address: str) -> Updates:
-        """The page was loaded, or found its connection again: show the chat that it names."""
-        return await self._showing.show(_session(request), self._who(request, user), as_text(address), notice="")
+    async def open_address(self, request: gr.Request, user: str, address: str, names: str) -> Updates:
+        """The page was loaded: show the chat that it names, and say what became of the messages of these names."""
+        who, chat = self._who(request, user), as_text(address)
+        return await self._showing.show(_tab(request, user), who, chat, notice="", sent=self._news(who, names))
+
+    async def resync(
+        self, request: gr.Request, event: gr.EventData, user: str, target: str, names: str, *form: Any
+    ) -> Updates:
+        """The page found its connection again, or the model has become `ready`: show the picked chat as it stands now,
+        and say what became of the messages of these names. What is set for a chat that is still to come stays; what was
+        left alone follows the model's defaults."""
+        who, chat, ready = self._who(request, user), as_text(target), event_field(event, "ready") is True
+        if BLANK.fullmatch(chat):  # its first message may have gone off just before
+            chat = await self._sent.became(who, chat)
+        updates = await self._showing.show(_tab(request, user), who, chat, notice="", sent=self._news(who, names))
+        if chat or is_unfilled(form):
+            return updates
+        stale = left_alone(form, DEFAULTS) if ready else set()
+        for i, (control, value) in enumerate(zip(self.page.form, form, strict=False)):
+            # An update that changes nothing would only undo what is typed before it arrives.
+            if i not in stale or updates.get(control) == value:
+                updates.pop(control, None)
+        return updates
 
     async def pick(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who, chat = self._who(request, user), as_text(event_field(event, "id"))
-        return await self._showing.show(_session(request), who, chat, notice="")
+        return await self._showing.show(_tab(request, user), who, chat, notice="")
 
     async def new(self, request: gr.Request, user: str) -> Updates:
         """A blank page; the chat itself is made by its first message."""
-        return await self._showing.show(_session(request), self._who(request, user), "", notice="")
+        return await self._showing.show(_tab(request, user), self._who(request, user), "", notice="")
 
     async def load_older(self, request: gr.Request, user: str, chat: str, first: str) -> Updates:
         who = self._who(request, user)
         view = await self.chats.open_chat(who, as_text(chat))
-        return await self._showing.show(_session(request), who, view.id, first=chat_view.older(view, as_turn_id(first)))
+        return await self._showing.show(
+            _tab(request, user), who, view.id, first=chat_view.older(view, as_turn_id(first))
+        )
 
     # -- answering ---------------------------------------------------------------------------------------------
-    async def send(self, request: gr.Request, user: str, target: str, chat: str, text: str, *form: Any) -> Updates:
-        """Send the message box's text to `target`, the chat that the reader picked last or the name of a blank page,
-        which becomes a chat. The page may still show `chat`, whose settings count only where the two are one."""
-        who, text, target = self._who(request, user), as_text(text), as_text(target)
-        blank = not target or target.startswith("new-")
-        if ("" if blank else target) != as_text(chat) or is_unfilled(form):
+    async def send(
+        self, request: gr.Request, user: str, target: str, name: str, chat: str, text: str, *form: Any
+    ) -> Updates:
+        """Send a text, which the page calls `name`, to `target`: the chat that the reader picked last, or the name of a
+        page without one, which becomes a chat. The page may still show `chat`, whose settings count only where the two
+        are one."""
+        who, text, target, name = self._who(request, user), as_text(text), as_text(target), as_text(name)
+        is_new = not target or BLANK.fullmatch(target) is not None
+        if ("" if is_new else target) != as_text(chat) or is_unfilled(form):
             form = ()
         if not text.strip():
             return self._showing.nothing()
 
         async def start() -> str:
-            if not blank:
-                await self._keep_settings(who, target, form)
-                await self.chats.send(who, target, text)
-                return target
-            async with self._new_chats.page(who, target) as page:
-                if page.chat and page.text == text:
-                    raise BlankMessage  # a second click
-                page.chat, page.text = await self._first_message(who, page.chat, text, form), text
-            return page.chat
+            async with self._sent.sending(who, target or name) as page:
+                if taken := self._sent.taken_by(who, name):
+                    return taken
+                if is_new:
+                    page.chat = await self._first_message(who, page.chat, text, form)
+                else:
+                    await self._keep_settings(who, target, form)
+                    await self.chats.send(who, target, text)
+                self._sent.note(who, name, page.chat or target)
+                return page.chat or target
 
-        return await self._showing.answer(_session(request), who, start, sent="" if blank else target)
+        return await self._showing.answer(_tab(request, user), who, start, name)
+
+    def _news(self, who: str, names: str) -> dict[str, str]:
+        """Of messages that the page has sent, by their names: the chats that took them, "" where none has."""
+        return {name: self._sent.taken_by(who, name) for name in as_text(names).split()[:100]}
 
     async def _first_message(self, who: str, chat: str, text: str, form: tuple[Any, ...]) -> str:
         """Send to `chat`, made now where it is ""; a refused message leaves no empty chat behind."""
@@ -112,32 +145,32 @@ class PageEvents:
         return target
 
     async def edit(
-        self, request: gr.Request, event: gr.EditData, user: str, chat: str, first: str, *form: Any
+        self, request: gr.Request, event: gr.EventData, user: str, chat: str, first: str, *form: Any
     ) -> Updates:
         """Answer an edited message of the user's, beside the old one."""
         who, chat = self._who(request, user), as_text(chat)
 
         async def start() -> str:
-            turn = await self._turn_at(who, chat, first, event.index, "user", event.previous_value)
+            turn = await self._turn_at(who, chat, first, event, event_field(event, "previous_value"))
             await self._keep_settings(who, chat, form)
-            await self.chats.edit(who, chat, turn, as_message(event.value))
+            await self.chats.edit(who, chat, turn, as_message(event_field(event, "value")))
             return chat
 
-        return await self._showing.answer(_session(request), who, start)
+        return await self._showing.answer(_tab(request, user), who, start)
 
     async def retry(
-        self, request: gr.Request, event: gr.RetryData, user: str, chat: str, first: str, *form: Any
+        self, request: gr.Request, event: gr.EventData, user: str, chat: str, first: str, *form: Any
     ) -> Updates:
         """Answer the last message again, beside the old reply."""
         who, chat = self._who(request, user), as_text(chat)
 
         async def start() -> str:
-            turn = await self._turn_at(who, chat, first, event.index, "user", event.value)
+            turn = await self._turn_at(who, chat, first, event, event_field(event, "value"))
             await self._keep_settings(who, chat, form)
             await self.chats.retry(who, chat, turn)
             return chat
 
-        return await self._showing.answer(_session(request), who, start)
+        return await self._showing.answer(_tab(request, user), who, start)
 
     async def act(self, request: gr.Request, event: gr.EventData, user: str, chat: str, *form: Any) -> Updates:
         """A link under a reply: continue or regenerate it, or open another branch."""
@@ -149,18 +182,21 @@ class PageEvents:
         }
         action = actions.get(as_text(event_field(event, "kind")))
         if action is None:
-            raise gr.Error(f"{event_field(event, 'kind')!r} is not something a reply can do", print_exception=False)
+            raise gr.Error(
+                f"{shown(event_field(event, 'kind'))} is not something a reply can do", print_exception=False
+            )
 
         async def start() -> str:
             await self._keep_settings(who, chat, form)
             await action(who, chat, as_turn_id(event_field(event, "turn")))
             return chat
 
-        return await self._showing.answer(_session(request), who, start)
+        return await self._showing.answer(_tab(request, user), who, start)
 
     async def stop(self, request: gr.Request, user: str, chat: str) -> None:
         """End the open chat's job; the event that follows the job shows how it ended."""
-        await self.chats.stop(self._who(request, user), as_text(chat))
+        with suppress(ChatNotFound):  # deleted in another tab
+            await self.chats.stop(self._who(request, user), as_text(chat))
 
     # -- the list of chats ---------------------------------------------------------------------------------------
     async def rename(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
@@ -171,7 +207,7 @@ class PageEvents:
     async def remove(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> Updates:
         who, gone = self._who(request, user), as_text(event_field(event, "id"))
         updates = await self._showing.after_change(who, self.chats.delete_chat(who, gone))
-        return updates | (await self._showing.show(_session(request), who, "") if gone == chat else {})
+        return updates | (await self._showing.show(_tab(request, user), who, "") if gone == chat else {})
 
     async def search(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who, text = self._who(request, user), as_text(event_field(event, "text"))
@@ -197,7 +233,7 @@ class PageEvents:
                 raise ChatError(f"That file is not JSON ({error}); choose one that Export wrote.") from None
             return await self.chats.import_chat(who, data)
 
-        return await self._showing.answer(_session(request), who, start)
+        return await self._showing.answer(_tab(request, user), who, start)
 
     # -- settings ----------------------------------------------------------------------------------------------
     async def change_setting(self, request: gr.Request, user: str, chat: str, *form: Any) -> Updates:
@@ -225,14 +261,14 @@ class PageEvents:
         self, request: gr.Request, user: str, chat: str, first: str
     ) -> AsyncGenerator[tuple[Any, Any], None]:
         """Stream the shown chat's running reply."""
-        who, tab = self._who(request, user), _session(request)
+        who, tab = self._who(request, user), _tab(request, user)
         async with aclosing(self._showing.follow(tab, who, as_text(chat), as_turn_id(first))) as updates:
             async for update in updates:
                 yield update
 
     async def settle(self, request: gr.Request, user: str, chat: str, first: str) -> Updates:
         """After following: show how the reply ended."""
-        who, tab = self._who(request, user), _session(request)
+        who, tab = self._who(request, user), _tab(request, user)
         return await self._showing.settle(tab, who, as_text(chat), as_turn_id(first))
 
     # -- checks ------------------------------------------------------------------------------------------------
@@ -242,16 +278,16 @@ class PageEvents:
     def _form(self, form: tuple[Any, ...]) -> ChatSettings:
         return read_form(form, self.chats.default_settings())
 
-    async def _turn_at(self, who: str, chat: str, first: str, index: Any, role: str, text: Any) -> int:
-        """The id of the turn that message `index` on the page belongs to, if it still stands there."""
+    async def _turn_at(self, who: str, chat: str, first: str, event: gr.EventData, text: Any) -> int:
+        """The id of the user's turn with this text that the event's message belongs to, if it still stands there."""
+        index = event_field(event, "index")
         rendered = chat_view.render(await self.chats.open_chat(who, chat), as_turn_id(first))
         if isinstance(index, int) and 0 <= index < len(rendered.turns):
             turn = rendered.turns[index]
-            if turn.role == role and turn.text == as_message(text):
+            if turn.role == "user" and turn.text == as_message(text):
                 return turn.id
         raise ChatError("This chat was changed in another tab: reload the page and try again.")
 
 
-def _session(request: gr.Request) -> str:
-    """What Gradio calls one load of the page in one tab."""
-    return request.session_hash or ""
+def _tab(request: gr.Request, user: object) -> Tab:
+    return Tab(request.session_hash or "", choice_of(user))

@@ -13,12 +13,13 @@ from app.thinking import ThinkingSplit, split_thinking
 
 if TYPE_CHECKING:
     from app.jobs import Job
+    from app.unsaved import UnsavedReply
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInfo:
     """One row of the list of chats. created, updated: seconds since the epoch. snippet: where a search hit, the
-    text around it, else ""."""
+    text around it, else "". owner: its slot on KV blocks; 0 while it has none."""
 
     id: str
     title: str
@@ -26,6 +27,7 @@ class ChatInfo:
     updated: float
     answering: bool = False
     snippet: str = ""
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class TurnView:
     notes       sentences on the prompt: older turns left out, replies encoded anew, the first differing token
     siblings    ids of the turns with the same parent, oldest first, this one among them: branches to `open_branch`
     can_continue  a reply that did not end by itself
+    unsaved     why the text is not on disk, in the database's words; "" where it is
     """
 
     id: int
@@ -49,6 +52,7 @@ class TurnView:
     notes: tuple[str, ...] = ()
     siblings: tuple[int, ...] = ()
     can_continue: bool = False
+    unsaved: str = ""
 
     @property
     def split(self) -> ThinkingSplit:
@@ -59,13 +63,15 @@ class TurnView:
 @dataclass(frozen=True, slots=True)
 class ChatView:
     """An open chat: the turns of its open branch, root first. `job` is its running generation, whose turn (if on
-    this branch) is the last of `turns`; `context_used` of `context_limit` tokens are taken (limit 0: not loaded)."""
+    this branch) is the last of `turns`; `unsaved` its ended reply that is not on disk yet; `context_used` of
+    `context_limit` tokens are taken (limit 0: not loaded)."""
 
     id: str
     title: str
     settings: ChatSettings
     turns: list[TurnView] = field(default_factory=list)
     job: Job | None = None
+    unsaved: UnsavedReply | None = None
     owner: int = 0
     context_used: int = 0
     context_limit: int = 0
@@ -95,8 +101,10 @@ def can_continue(turn: TurnRow, turns: Sequence[TurnRow]) -> bool:
     return turn.role == "assistant" and unfinished and all(other.parent != turn.id for other in turns)
 
 
-def turn_views(turns: Sequence[TurnRow], branch: Sequence[TurnRow], job: Job | None) -> list[TurnView]:
-    """The branch as shown; the running reply as its job has it."""
+def turn_views(
+    turns: Sequence[TurnRow], branch: Sequence[TurnRow], job: Job | None, unsaved: UnsavedReply | None = None
+) -> list[TurnView]:
+    """The branch as shown; the running reply as its job has it. The rows have `unsaved`'s turn as it ended."""
     siblings: dict[int | None, list[int]] = {}
     for turn in turns:
         siblings.setdefault(turn.parent, []).append(turn.id)
@@ -107,11 +115,12 @@ def turn_views(turns: Sequence[TurnRow], branch: Sequence[TurnRow], job: Job | N
             id=turn.id,
             role=turn.role,
             text=turn.text,
-            # Marked as running but without a job: the last save of its end failed.
+            # Marked as running but without a job: it never began.
             status="cut" if turn.status == "running" else turn.status,
             created=turn.created,
             siblings=tuple(siblings[turn.parent]),
             can_continue=not running and can_continue(turn, turns),
+            unsaved=unsaved.reason if unsaved is not None and unsaved.turn.id == turn.id else "",
         )
         if turn.role == "assistant":
             figures = Figures.from_json(turn.figures or {})
@@ -119,7 +128,7 @@ def turn_views(turns: Sequence[TurnRow], branch: Sequence[TurnRow], job: Job | N
                 assert job is not None
                 snapshot = job.snapshot()
                 figures = snapshot.figures
-                view = replace(view, text=snapshot.text, status=snapshot.status)
+                view = replace(view, text=snapshot.text, status=snapshot.status, unsaved=snapshot.unsaved)
             elif view.status == "cut" and not figures.finish:
                 # The server died without a last word; this is it.
                 figures.finish, figures.cut_by = "abort", "shutdown"

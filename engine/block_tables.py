@@ -21,6 +21,15 @@ class TableRow:
     num_sent: int = -1
 
 
+def slots_of(table: np.ndarray, start: int, stop: int, block_size: int) -> np.ndarray:
+    """int64 [stop - start], where the keys and values of tokens [start, stop) stand: block * block_size + offset.
+    table: int32, a row of BlockTables.array. Without a division for each token."""
+    first, skipped = divmod(start, block_size)
+    blocks = table[first : (stop - 1) // block_size + 1]
+    slots = blocks[:, None] * np.int64(block_size) + np.arange(block_size)
+    return slots.reshape(-1)[skipped : skipped + stop - start]
+
+
 class BlockTables:
     """array int32 [max_num_seqs, max_blocks_per_seq]; a row is up to date from row() to the sequence's next block.
 

@@ -7,6 +7,8 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine.shown import shown
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -82,7 +84,9 @@ class EngineConfig:
         if self.num_kvcache_blocks != -1:
             _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1)
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
+            raise ValueError(
+                f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be above 0 and at most 1"
+            )
         if self.seed is not None:
             _at_least("seed", self.seed, 0)
         for name, value, available in (
@@ -91,7 +95,7 @@ class EngineConfig:
         ):
             if value not in available:
                 raise ValueError(
-                    f"{name}={value!r} is not available yet; this version supports "
+                    f"{name}={shown(value)} is not available yet; this version supports "
                     f"{' or '.join(repr(a) for a in available)}"
                 )
 
@@ -108,10 +112,10 @@ class EngineConfig:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={shown(value)} must be one of {', '.join(allowed)}")
 
 
 def _at_least(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         wanted = f"of at least {low}" + ("" if high is None else f" and at most {high:,}")
-        raise ValueError(f"{name}={value!r} must be an integer {wanted}")
+        raise ValueError(f"{name}={shown(value)} must be an integer {wanted}")

@@ -7,6 +7,7 @@ asked through a Probe, which tests replace.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,18 @@ class Probe:
     def cuda_memory(self) -> tuple[int, int]:
         """(free, total) of the card, other processes' use counted."""
         return torch.cuda.mem_get_info(self.card)
+
+    def peak_beyond(self, run: Callable[[], None]) -> int:
+        """Bytes that torch holds of the card at the height of run(), beyond what it holds afterwards. What run() leaves
+        outside of torch's allocator (kernels' code, libraries' workspaces) is in use from then on."""
+        torch.cuda.synchronize(self.card)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.card)
+        run()
+        torch.cuda.synchronize(self.card)
+        peak = torch.cuda.max_memory_reserved(self.card)
+        torch.cuda.empty_cache()
+        return peak - torch.cuda.memory_reserved(self.card)
 
     def why_no_cuda(self) -> str:
         if torch.version.cuda is None and torch.version.hip is None:
@@ -122,7 +135,7 @@ class DeviceManager:
     def kv_budget_bytes(self, plan: DevicePlan, reserved: int = 0) -> int:
         """Bytes that the KV pool may take now, the weights being loaded; logged with its reason.
 
-        reserved: bytes that activations will need beyond what is in use now. CPU: the smaller of 2 GiB and a
+        reserved: bytes that steps will need beyond what is in use now. CPU: the smaller of 2 GiB and a
         quarter of the memory free to this process, of which each rank takes its share. CUDA: gpu_memory_utilization
         of the card less what is in use. Raises ValueError where nothing is left.
         """
@@ -143,6 +156,22 @@ class DeviceManager:
             raise ValueError(f"no memory is left for the KV cache ({reason}): {advice}")
         logger.info("KV cache: up to %s (%s)", _gib(budget), reason)
         return budget
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        """What run(), the worst step on a CUDA card, needs for a while: to be reserved beside the KV pool.
+
+        Raises ValueError where the card has not even that.
+        """
+        try:
+            peak = self._probe.peak_beyond(run)
+        except torch.OutOfMemoryError:
+            free, total = self._probe.cuda_memory()
+            raise ValueError(
+                f"the largest step does not fit on the card beside the model ({_gib(free)} of {_gib(total)} are free): "
+                "free memory on the card, lower max_num_batched_tokens or max_num_seqs, or use a smaller model"
+            ) from None
+        logger.info("largest step: needs %s beside the model", _gib(peak))
+        return peak
 
     def free_bytes(self, plan: DevicePlan) -> int:
         """Bytes of memory that are free now where the KV pool goes; on a CPU, this rank's share of them."""

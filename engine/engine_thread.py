@@ -1,7 +1,6 @@
-"""EngineThread: the one thread that owns an LLMEngine; requests come in by an inbox, deltas go out by event loop.
+"""EngineThread: the one thread that owns an LLMEngine; requests come in by an Inbox, deltas go out by an Outbox.
 
-Nothing but this thread touches the engine's state once it is loaded. A step's outputs are grouped by the
-event loop that asked for them, and each loop is woken once a step; detokenizing happens over there.
+Nothing but this thread touches the engine's state once it is loaded.
 """
 
 from __future__ import annotations
@@ -9,27 +8,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
 from engine.faults import StepStuck, root_cause
+from engine.inbox import Inbox
 from engine.origin import Origin
-from engine.outputs import RequestPriority, StepOutput
-from engine.request_stream import BlockingStream, RequestStream, Stream, Submission, hand_over
+from engine.outbox import Outbox
+from engine.outputs import RequestPriority
+from engine.request_stream import BlockingStream, RequestStream, Stream, Submission
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.status import EngineStatus, LoadStatus
 from engine.watchdog import Watchdog
 from models.catalog import ModelUnavailable
 
 if TYPE_CHECKING:
-    from engine.block_manager import KVSnapshot
+    from engine.block_records import KVSnapshot
     from engine.events import BlockEvent
     from engine.explain import Explanation
     from engine.llm_engine import LLMEngine
@@ -74,12 +74,12 @@ class EngineThread:
         self.config = config
         self.on_death: Callable[[], object] | None = None
         self._engine: LLMEngine | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[int, Stream] = {}
-        self._asked: set[Future[Any]] = set()
+        self._inbox = Inbox()
+        self._outbox = Outbox(self.abort)
         # Both go on over a retry: an id or a number from before it never means something of the new engine.
         self._ids = itertools.count(1)
         self._last_event = 0
+        # Guards the change from up to down: under it a request or a question gets in, or is told that it is too late.
         self._lock = threading.Lock()
         self._load = LoadStatus()
         self._error: str | None = None
@@ -98,7 +98,7 @@ class EngineThread:
             self._error = self._cause = None
             self._stopping = False
             self._settled.clear()
-            self._inbox = queue.SimpleQueue()
+            self._inbox = Inbox()
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
 
@@ -118,7 +118,7 @@ class EngineThread:
         """End every request with "abort", release the model, join the thread. A step that goes on for longer than
         `timeout` (seconds) is not waited for: the requests end without it."""
         self._stopping = True
-        self._post(lambda: None)  # wakes the thread, which then sees that it is to stop
+        self._inbox.post(lambda: None)  # wakes the thread, which then sees that it is to stop
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -178,7 +178,7 @@ class EngineThread:
     def abort(self, request_id: int, reason: str = "abort", index: int | None = None) -> None:
         """End a request, or its continuation `index`, as soon as the step in flight is done; what is unknown or has
         ended is a no-op."""
-        self._post(lambda: self._engine.abort(request_id, reason, index) if self._engine else None)
+        self._inbox.post(lambda: self._engine.abort(request_id, reason, index) if self._engine else None)
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt, as LLMEngine.encode; raises EngineNotReady before the model is loaded."""
@@ -256,9 +256,9 @@ class EngineThread:
         """End every request with "abort" and its figures."""
         with self._lock:  # no request gets in from here on
             self._error = self._error or _SHUT_DOWN
-        for request_id in list(self._streams):
+        for request_id in list(self._outbox.streams):
             engine.abort(request_id)
-        self._deliver(engine.step())
+        self._outbox.deliver(engine.step())
 
     def _fail(self, error: BaseException) -> bool:
         """Take note of what brought the engine down; False if it was down already: the first fault is the cause."""
@@ -301,7 +301,7 @@ class EngineThread:
             if idle:
                 watchdog.rest()
             restless = unchecked or engine.ranks is not None
-            command = self._next_command(idle, _IDLE_CHECK_SECONDS if restless else None)
+            command = self._inbox.next(idle, _IDLE_CHECK_SECONDS if restless else None)
             if self._stopping or self._error is not None:
                 return
             if command is not None:
@@ -315,45 +315,17 @@ class EngineThread:
                     unchecked = False
                 engine.watch()
             else:
-                self._deliver(engine.step())
-
-    def _next_command(self, wait: bool, timeout: float | None) -> Callable[[], None] | None:
-        """The next one of the inbox; None where there is none now, or within the timeout (seconds)."""
-        try:
-            return self._inbox.get(wait, timeout)
-        except queue.Empty:
-            return None
-
-    def _deliver(self, outputs: list[StepOutput]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, StepOutput]]] = {}
-        for output in outputs:
-            # A finished stream has had its last word; dict.pop is atomic, so no lock is taken on this path.
-            finished = output.finish_reason is not None and output.ends_request
-            stream = self._streams.pop(output.request_id, None) if finished else self._streams.get(output.request_id)
-            if isinstance(stream, RequestStream):
-                by_loop.setdefault(stream.loop, []).append((stream, output))
-            elif isinstance(stream, BlockingStream):
-                stream.put(output)
-        for loop, batch in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(hand_over, batch)
-            except RuntimeError:  # the loop was closed: nobody is left to read
-                for stream, _ in batch:
-                    self.abort(stream.request_id)
+                self._outbox.deliver(engine.step())
 
     def _end_all(self) -> None:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
         with self._lock:
-            open_streams = list(self._streams.values())
-            asked, self._asked = self._asked, set()
+            open_streams = list(self._outbox.streams.values())
+            asked = self._inbox.take_unanswered()
         for answer in asked:
             answer.set_exception(EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}"))
         reason, error = ("abort", None) if self._stopping else ("error", self._error)
-        for stream in open_streams:
-            last = stream.num_outputs - 1
-            for index in range(last + 1):
-                step = StepOutput(stream.request_id, [], reason, error, index=index, ends_request=index == last)
-                self._deliver([step])
+        self._outbox.end(open_streams, reason, error)
 
     def _report(self, stage: str, percent: float) -> None:
         self._load = LoadStatus(stage, round(percent, 1))
@@ -379,17 +351,17 @@ class EngineThread:
     ) -> Submission:
         arrival = time.perf_counter()
         engine = self._ready_engine()
-        engine.validate(prompt_ids, params, priority)
-        if len(self._streams) >= MAX_UNFINISHED:
-            raise QueueFull(f"{len(self._streams)} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
-        return Submission(next(self._ids), list(prompt_ids), params, priority, origin, arrival)
+        validated = engine.validate(prompt_ids, params, priority)
+        if (unfinished := len(self._outbox.streams)) >= MAX_UNFINISHED:
+            raise QueueFull(f"{unfinished} requests are unfinished, the limit is {MAX_UNFINISHED}; try again")
+        return Submission(next(self._ids), list(prompt_ids), validated, params, priority, origin, arrival)
 
     def _register(self, request: Submission, stream: Stream) -> None:
         with self._lock:
             if self._error is not None or self._engine is None:
                 raise EngineDead(f"the engine has stopped: {self._error or _SHUT_DOWN}")
-            self._streams[request.request_id] = stream
-        self._post(lambda: self._add(request))
+            self._outbox.streams[request.request_id] = stream
+        self._inbox.post(lambda: self._add(request))
 
     def _add(self, request: Submission) -> None:
         assert self._engine is not None
@@ -402,27 +374,11 @@ class EngineThread:
             cache_salt=request.origin.cache_salt,
             request_id=request.request_id,
             arrival=request.arrival,
-            validated=True,
+            validated=request.validated,
         )
 
     def _ask(self, question: Callable[[LLMEngine], T]) -> T:
         """Run `question` in the engine thread between two steps and wait for its answer."""
-        answer: Future[T] = Future()
         with self._lock:
-            engine = self._ready_engine()
-            self._asked.add(answer)
-
-        def run() -> None:
-            if answer not in self._asked:
-                return  # answered by the engine's end
-            self._asked.discard(answer)
-            try:
-                answer.set_result(question(engine))
-            except Exception as error:  # it is the asker's, who gets it raised
-                answer.set_exception(error)
-
-        self._post(run)
+            answer = self._inbox.ask(partial(question, self._ready_engine()))
         return answer.result()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._inbox.put(command)

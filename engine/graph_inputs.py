@@ -3,8 +3,8 @@
 All that changes in every step lies in one buffer and reaches the device in one copy. The block tables live on the
 device, in rows that belong to a sequence for as long as it runs; a step is sent the block of its last token and
 gathers its rows there, so that only a new or remade table is ever sent as a whole. What a row's draw needs is sent when
-the sequence comes (GraphSampling): per step and decode the host does little but look up the last token, and not even
-that where the token is still on its way from the step before.
+the sequence comes (GraphSampling), those of a step's newcomers together: per step and decode the host does little but
+look up the last token, and not even that where the token is still on its way from the step before.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.block_tables import BlockTables, TableRow
+from engine.block_tables import BlockTables, TableRow, slots_of
 from engine.graph_sampling import GraphSampling
 from engine.graph_shapes import Shape
 from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
+from models.kernels.row_settings import WORDS
 
 # The buffer's columns: of 64-bit words one for each token, then one for each sequence; then 32-bit ones, likewise one
 # for each sequence, the last with one more place.
@@ -57,6 +58,15 @@ class GraphBuffers:
     query_start: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Newcomer:
+    """A row of which the device does not know the first num_blocks blocks; is_new: nor anything else."""
+
+    row: TableRow
+    num_blocks: int
+    is_new: bool
+
+
 class GraphInputs:
     """Inputs of steps of the given shapes. tables int32 [max_num_seqs + 1, max_blocks_per_seq], on the device; the last
     row is the padding's. step_tables has those of a step's sequences.
@@ -79,6 +89,9 @@ class GraphInputs:
         self._storage = torch.zeros(max(map(_num_words, shapes)), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        # Words of each newcomer: its row, its settings, its table.
+        self._news = torch.zeros(num_rows * (1 + WORDS + _halves(self._width)), dtype=torch.int64, device=device)
+        self._pinned_news = [torch.zeros_like(self._news, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._host: dict[tuple[Shape, int], dict[str, np.ndarray]] = {}
         self.drawn: dict[int, int] = {}
 
@@ -95,11 +108,12 @@ class GraphInputs:
         rows, sources = np.empty(count, np.int64), np.full(count, -1, np.int32)
         last_blocks, ends = np.empty(count, np.int64), np.empty(count, np.int64)
         ids: list[int] = []
+        newcomers: list[_Newcomer] = []
         for i, item in enumerate(items):
             seq = item.seq
             end = item.start + item.num_tokens
             table, at = seq.block_table, (end - 1) // self._block_size
-            rows[i] = self._row(seq, at, whole=i >= num_decodes).index
+            rows[i] = self._row(seq, at, newcomers, whole=i >= num_decodes).index
             last_blocks[i], ends[i] = table[at], end
             if item.samples:
                 self.drawn[seq.seq_id] = i if i < num_decodes else shape.decodes + i - num_decodes
@@ -121,6 +135,8 @@ class GraphInputs:
         host["slots"][n : shape.decodes] = -1
         if shape.tokens:
             self._fill_chunks(host, shape, sequences, rows[n:])
+        if newcomers:
+            self._introduce(newcomers, turn)
         used = _num_words(shape)
         self._storage[:used].copy_(self._pinned[turn][:used], non_blocking=True)
         sampled = [i for i, item in enumerate(items) if item.samples]
@@ -133,28 +149,35 @@ class GraphInputs:
 
     # -- internals ------------------------------------------------------------------------------------
 
-    def _row(self, seq: Sequence, at: int, whole: bool) -> TableRow:
-        """The sequence's row on the device, complete but for the block at index `at`."""
+    def _row(self, seq: Sequence, at: int, newcomers: list[_Newcomer], whole: bool) -> TableRow:
+        """The sequence's row on the device, complete but for the block at index `at` once newcomers are introduced."""
         row = self._host_tables.rows.get(seq.seq_id)
         if row is None or row.num_sent < at or row.source is not seq.block_table:
-            row = self._introduce(seq, at)
+            row = self._host_tables.row(seq)
+            newcomers.append(_Newcomer(row, at, is_new=row.num_sent < 0))
         row.num_sent = max(row.num_sent, at + 1)
         if whole and row.filled <= at:
             row = self._host_tables.row(seq)  # whose array the chunk's slots are looked up in
         return row
 
-    def _introduce(self, seq: Sequence, num_blocks: int) -> TableRow:
-        """Send the first blocks of a table that the device does not know, and what the sequence's draw needs."""
-        row = self._host_tables.row(seq)
-        is_new = row.num_sent < 0
-        if num_blocks:
-            # Not from pinned memory: the copy has left the host's when the call returns.
-            known = torch.from_numpy(self._host_tables.array[row.index, :num_blocks])
-            self.tables[row.index, :num_blocks].copy_(known, non_blocking=True)
-        row.num_sent = num_blocks
-        if is_new:
-            self._sampling.introduce(row.index, seq)
-        return row
+    def _introduce(self, newcomers: list[_Newcomer], turn: int) -> None:
+        """Send the tables that the device does not know, and what those sequences' draws need: one copy for all."""
+        count, blocks = len(newcomers), max(newcomer.num_blocks for newcomer in newcomers)
+        edges = count, count * WORDS, count * _halves(blocks)
+        pinned, there = (side[: sum(edges)] for side in (self._pinned_news[turn], self._news))
+        index, words, tables = (part.numpy() for part in pinned.split(edges))
+        index[:] = [newcomer.row.index for newcomer in newcomers]
+        for row in (newcomer.row for newcomer in newcomers if newcomer.is_new):
+            self._sampling.introduce(row.index, row.seq)
+        words.reshape(count, WORDS)[:] = self._sampling.words[index]
+        width = 2 * _halves(blocks)
+        tables.view(np.int32).reshape(count, width)[:, :blocks] = self._host_tables.array[index, :blocks]
+        there.copy_(pinned, non_blocking=True)
+        index_there, words_there, tables_there = there.split(edges)
+        self.settings.words.index_copy_(0, index_there, words_there.view(count, WORDS))
+        if blocks:
+            known = tables_there.view(torch.int32).view(count, width)[:, :blocks]
+            self.tables[:, :blocks].index_copy_(0, index_there, known)
 
     def _fill_rows(
         self,
@@ -188,15 +211,15 @@ class GraphInputs:
     def _fill_chunks(
         self, host: dict[str, np.ndarray], shape: Shape, chunks: list[ScheduledSequence], rows: np.ndarray
     ) -> None:
-        size, offset = self._block_size, shape.decodes
+        offset = shape.decodes
         starts, last = host["query_start"], host["last_tokens"]
         for i, item in enumerate(chunks):
             stop = offset + item.num_tokens
-            where = np.arange(item.start, item.start + item.num_tokens)
-            blocks = self._host_tables.array[rows[i], where // size]
-            host["input_ids"][offset:stop] = item.seq.token_ids[item.start : item.start + item.num_tokens]
-            host["positions"][offset:stop] = where
-            host["slots"][offset:stop] = blocks * np.int64(size) + where % size
+            end = item.start + item.num_tokens
+            host["input_ids"][offset:stop] = item.seq.ids(item.start, end)
+            host["positions"][offset:stop] = np.arange(item.start, end)
+            table = self._host_tables.array[rows[i]]
+            host["slots"][offset:stop] = slots_of(table, item.start, end, self._block_size)
             starts[shape.decodes + i], last[shape.decodes + i] = offset, stop - 1
             offset = stop
         starts[shape.decodes + len(chunks) :] = offset
@@ -214,6 +237,11 @@ class GraphInputs:
 def _padded(size: int) -> int:
     """Columns start at multiples of 16 bytes, which kernels load from as a whole."""
     return size + size % 2
+
+
+def _halves(size: int) -> int:
+    """Words that so many 32-bit values take."""
+    return (size + 1) // 2
 
 
 def _num_words(shape: Shape) -> int:

@@ -24,31 +24,33 @@ _NEVER = np.iinfo(np.int64).max
 class GraphSampling:
     """Rows 0 .. num_rows - 1 are those of BlockTables; one more, which stays greedy, is the padding's.
 
-    settings: on the device, to be read by the rows' indices.
+    settings: on the device, to be read by the rows' indices. words: int64 [num_rows, WORDS], what settings.words is to
+    hold, on the host.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.settings = RowSettings.zeros(num_rows + 1, vocab_size, device)
+        self.words = np.zeros((num_rows, WORDS), np.int64)
         self._vocab_size, self._device = vocab_size, device
         self._drawn_from = np.zeros(num_rows, np.int64)  # the position from which on the captured draw does
         self._is_penalized = np.zeros(num_rows, np.bool_)
         self._next_position = np.zeros(num_rows, np.int64)  # that the counts of a penalized row are right for
 
     def introduce(self, index: int, seq: Sequence) -> None:
-        """From here on the row is this sequence's."""
-        params, settings = seq.params, self.settings
-        drawn_from = _drawn_from(seq)
-        biases: list[tuple[int, float, int]] = []
-        if drawn_from < _NEVER:
-            biases = [(token, value, _ALWAYS) for token, value in (params.logit_bias or {}).items()]
-        if params.min_tokens and not drawn_from:
-            biases += [(token, -np.inf, seq.num_prompt_tokens + params.min_tokens) for token in seq.stop_ids]
-        self._drawn_from[index] = drawn_from
+        """From here on the row is this sequence's; its words are still to be sent."""
+        params, settings, biases = seq.params, self.settings, _biases(seq)
+        self._drawn_from[index] = _drawn_from(seq)
         self._is_penalized[index] = params.has_penalties
         self._next_position[index] = -1
-        words = np.zeros(WORDS, np.int64)
+        if biases:
+            assert settings.bias_ids is not None and settings.bias_values is not None
+            assert settings.bias_until is not None
+            ids, values, until = zip(*biases, strict=True)
+            _send(settings.bias_ids[index, : len(ids)], np.array(ids, np.int32))
+            _send(settings.bias_values[index, : len(ids)], np.array(values, np.float32))
+            _send(settings.bias_until[index, : len(ids)], np.array(until, np.int32))
         pack(
-            words,
+            self.words[index],
             stream=mix64(seq.seed),
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
@@ -58,14 +60,6 @@ class GraphSampling:
             num_prompt_tokens=seq.num_prompt_tokens,
             **draw_settings(params, self._vocab_size),
         )
-        _send(settings.words[index], words)
-        if biases:
-            assert settings.bias_ids is not None and settings.bias_values is not None
-            assert settings.bias_until is not None
-            ids, values, until = zip(*biases, strict=True)
-            _send(settings.bias_ids[index, : len(ids)], np.array(ids, np.int32))
-            _send(settings.bias_values[index, : len(ids)], np.array(values, np.float32))
-            _send(settings.bias_until[index, : len(ids)], np.array(until, np.int32))
 
     def prepare(self, items: list[ScheduledSequence], index: np.ndarray, positions: np.ndarray) -> bool:
         """Before the step that draws the tokens at int64 positions [B] for the sequences in rows int64 [B]: bring the
@@ -96,6 +90,16 @@ def _drawn_from(seq: Sequence) -> int:
     if seq.drawn_from is None:
         seq.drawn_from = _find_drawn_from(seq)
     return seq.drawn_from
+
+
+def _biases(seq: Sequence) -> list[tuple[int, float, int]]:
+    """(token, what is added to its logit, while positions are below this), as many as a row holds."""
+    drawn_from, biases = _drawn_from(seq), []
+    if drawn_from < _NEVER:
+        biases = [(token, value, _ALWAYS) for token, value in (seq.params.logit_bias or {}).items()]
+    if seq.params.min_tokens and not drawn_from:
+        biases += [(token, -np.inf, seq.num_prompt_tokens + seq.params.min_tokens) for token in seq.stop_ids]
+    return biases
 
 
 def _find_drawn_from(seq: Sequence) -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from engine.async_engine import AsyncLLMEngine
@@ -16,6 +17,7 @@ from engine.many_outputs import open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority
 from engine.sampling_params import BeamSearchParams, SamplingParams
+from engine.shown import shown
 
 Prompt = str | list[int]
 Params = SamplingParams | BeamSearchParams
@@ -65,10 +67,11 @@ class LLM:
         if len(params) != len(many):
             raise ValueError(f"{len(params)} sampling_params for {len(many)} prompts; give one, or one per prompt")
         encoded = [self.engine.encode(p) for p in many]
-        for ids, one in zip(encoded, params, strict=True):
-            self.engine.validate(ids, one, priority)
+        requests = [
+            (ids, self.engine.validate(ids, one, priority), one) for ids, one in zip(encoded, params, strict=True)
+        ]
         origin = Origin(owner, turn, cache_salt)
-        order = [self._add(ids, one, priority, origin) for ids, one in zip(encoded, params, strict=True)]
+        order = [self._add(*request, priority, origin) for request in requests]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}
         with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
@@ -130,13 +133,15 @@ class LLM:
         """Queue one request for step(); returns its id."""
         params = SamplingParams() if sampling_params is None else sampling_params
         ids = self.engine.encode(prompt)
-        self.engine.validate(ids, params, priority)
-        return self._add(ids, params, priority, Origin(owner, turn, cache_salt))
+        validated = self.engine.validate(ids, params, priority)
+        return self._add(ids, validated, params, priority, Origin(owner, turn, cache_salt))
 
-    def _add(self, ids: list[int], params: Params, priority: RequestPriority, origin: Origin) -> int:
+    def _add(
+        self, ids: list[int], validated: np.ndarray, params: Params, priority: RequestPriority, origin: Origin
+    ) -> int:
         """Queue what validate() has passed."""
         where = {"owner": origin.owner, "turn": origin.turn, "cache_salt": origin.cache_salt}
-        request_id = self.engine.add_request(ids, params, priority, validated=True, **where)
+        request_id = self.engine.add_request(ids, params, priority, validated=validated, **where)
         self._streams[request_id] = open_state(request_id, ids, params, self.tokenizer)
         return request_id
 
@@ -310,7 +315,7 @@ def _encode_chat(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int
     if tokenizer is None:
         raise ValueError("chat needs a tokenizer with a chat template, and this model's folder has none")
     if isinstance(messages, (str, dict)) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'messages={messages!r} must be a list like [{{"role": "user", "content": "Hi"}}]')
+        raise ValueError(f'messages={shown(messages)} must be a list like [{{"role": "user", "content": "Hi"}}]')
     return tokenizer.encode_chat(messages)
 
 
@@ -318,10 +323,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)) or not prompts:
-        raise ValueError(f"prompts={prompts!r} must be text, token ids, or a list of at least one of these")
+        raise ValueError(f"prompts={shown(prompts)} must be text, token ids, or a list of at least one of these")
     if all(isinstance(p, int) for p in prompts):
         return [list(prompts)]  # type: ignore[list-item,arg-type]
     for p in prompts:
         if not isinstance(p, (str, list, tuple)):
-            raise ValueError(f"prompts holds {p!r}; each must be text or a list of token ids")
+            raise ValueError(f"prompts holds {shown(p)}; each must be text or a list of token ids")
     return list(prompts)  # type: ignore[arg-type]

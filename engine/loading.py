@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from engine.device import DeviceManager, DevicePlan
 from engine.model_runner import ModelRunner, StepHandle
 from engine.scheduler import StepPlan
 from engine.tensor_parallel import TensorParallelRunner
+from engine.worst_step import run_worst_steps
 from models import catalog
 from models.config import ModelConfig
 from models.layers import flash_attn
@@ -130,11 +132,15 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
 def num_blocks_that_fit(config: EngineConfig, devices: DeviceManager, device: DevicePlan, runner: ModelRunner) -> int:
     """Blocks of the KV pool that the memory holds, the weights being loaded; a number that was set is checked.
 
+    On a card the worst step is run first, for its memory; of several ranks all run it together.
     Raises ValueError with the figures where there is no room.
     """
     block_bytes = runner.kv_bytes_per_block()
     if config.num_kvcache_blocks == -1:
-        budget = devices.kv_budget_bytes(device, reserved=runner.graph_bytes)
+        reserved = runner.graph_bytes
+        if device.device.type == "cuda":
+            reserved += devices.peak_bytes(partial(run_worst_steps, runner, config.max_num_seqs))
+        budget = devices.kv_budget_bytes(device, reserved)
         # More than every sequence at full length can never be used.
         most = config.max_num_seqs * runner.max_blocks_per_seq
         num_blocks = min(budget // block_bytes, most)

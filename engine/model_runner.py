@@ -84,7 +84,7 @@ class ModelRunner:
         self.model_config = model_config
         self.block_size = device.block_size
         self.max_blocks_per_seq = -(-max_model_len // self.block_size)
-        self._max_num_tokens = max_num_tokens
+        self.max_num_tokens = max_num_tokens
         self._tp_rank, self._tp_size = tp_rank, tp_size
         progress("loading weights", 0.0)
         self.model: Any = load_model(
@@ -138,6 +138,12 @@ class ModelRunner:
             device=self.device.device,
         )
         self.model.bind_kv_cache(self.kv_cache)
+
+    def release_kv_cache(self) -> None:
+        """Let go of the pool's memory; another pool may be allocated."""
+        self.kv_cache = None
+        for layer in attention_layers(self.model):
+            layer.k_cache = layer.v_cache = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -204,7 +210,7 @@ class ModelRunner:
         layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache)
         self.sampler.warm_up()
         wanted = _WARM_UP_TOKENS[self.device.device.type]
-        sizes = [n for n in wanted if n <= min(self._max_num_tokens, self.block_size * self.max_blocks_per_seq)]
+        sizes = [n for n in wanted if n <= min(self.max_num_tokens, self.block_size * self.max_blocks_per_seq)]
         num_tokens = 0
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))

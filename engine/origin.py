@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.shown import shown
+
 MAX_STAMP = 2**31 - 1
 MAX_SALT_CHARS = 256
 
@@ -26,9 +28,9 @@ class Origin:
     def __post_init__(self) -> None:
         for name, value in (("owner", self.owner), ("turn", self.turn)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_STAMP:
-                raise ValueError(f"{name}={value!r} must be an integer from 0 to {MAX_STAMP}")
+                raise ValueError(f"{name}={shown(value)} must be an integer from 0 to {MAX_STAMP}")
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
-            raise ValueError(f"cache_salt={self.cache_salt!r} must be text of at most {MAX_SALT_CHARS} characters")
+            raise ValueError(f"cache_salt={shown(self.cache_salt)} must be text of at most {MAX_SALT_CHARS} characters")
 
     @property
     def salt(self) -> bytes:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.many_outputs import open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
@@ -26,10 +28,12 @@ Abort = Callable[[int, str, int | None], None]
 
 @dataclass(slots=True)
 class Submission:
-    """A request on its way to the engine. arrival is in seconds of time.perf_counter()."""
+    """A request on its way to the engine. validated: the prompt as LLMEngine.validate() gave it. arrival is in seconds
+    of time.perf_counter()."""
 
     request_id: int
     prompt_ids: list[int]
+    validated: np.ndarray
     params: SamplingParams | BeamSearchParams
     priority: RequestPriority
     origin: Origin

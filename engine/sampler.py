@@ -132,14 +132,6 @@ class SamplingBatch:
     def all_greedy(self) -> bool:
         return not self.drawn
 
-    @property
-    def needs_penalties(self) -> bool:
-        return self.penalized is not None
-
-    @property
-    def needs_truncation(self) -> bool:
-        return any(group.truncates for group in self.drawn)
-
 
 class Sampler:
     """Chooses tokens for a model of `vocab_size` on `device`; holds per-request state until `forget`."""

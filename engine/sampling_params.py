@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.shown import shown
+
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000  # as much text may be held back, and to find that it is none of 16 takes 1.5 ms
 MAX_LOGPROBS = 20
 MAX_N = 16
 MAX_BIAS = 100.0
@@ -31,7 +34,8 @@ class SamplingParams:
     min_tokens          0..max_tokens; before as many tokens neither an end-of-sequence token nor a stop id is chosen,
                         and no stop string is looked for in their text
     seed                None or 0 <= seed < 2**63; the same seed gives the same tokens whatever else is in the batch
-    stop                a string or up to 16 strings; the text ends before the first that appears
+    stop                a string or up to 16 strings of up to 1,000 characters; the text ends before the first that
+                        appears
     stop_token_ids      ids that end the request as the end-of-sequence token does
     ignore_eos          the end-of-sequence token does not end the request
     logprobs            None or 0..20: of every output token the log-probability, and as many of the likeliest
@@ -76,20 +80,25 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self.stop = (self.stop,)
         if not isinstance(self.stop, (list, tuple)):
-            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
+            raise ValueError(f"stop={shown(self.stop)} must be a string or a list of strings")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}; every entry must be a string of at least one character")
+                raise ValueError(f"stop holds {shown(text)}; every entry must be a string of at least one character")
+            if len(text) > MAX_STOP_CHARS:
+                raise ValueError(
+                    f"stop holds a string of {len(text):,} characters ({shown(text)}); at most {MAX_STOP_CHARS:,} "
+                    "are allowed: shorten it"
+                )
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         self.stop = tuple(self.stop)
         if not isinstance(self.stop_token_ids, (list, tuple)):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers >= 0")
+            raise ValueError(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of integers >= 0")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, None)
         self.stop_token_ids = tuple(self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+            raise ValueError(f"ignore_eos={shown(self.ignore_eos)} must be True or False")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
@@ -130,7 +139,7 @@ class BeamSearchParams:
         _integer("max_tokens", self.max_tokens, 1, None)
         _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+            raise ValueError(f"early_stopping={shown(self.early_stopping)} must be True, False or 'never'")
 
 
 def _checked_bias(bias: Any) -> dict[int, float] | None:
@@ -138,10 +147,10 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, dict):
-        raise ValueError(f"logit_bias={bias!r} must be a dict of token ids and numbers from -100 to 100")
+        raise ValueError(f"logit_bias={shown(bias)} must be a dict of token ids and numbers from -100 to 100")
     for token, value in bias.items():
         _integer("logit_bias", token, 0, None)
-        _number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
+        _number(f"logit_bias[{shown(token)}]", value, -MAX_BIAS, MAX_BIAS)
     return dict(bias) or None
 
 
@@ -149,16 +158,16 @@ def _number(name: str, value: Any, low: float | None, high: float | None, open_l
     text = _range(low, high, open_low)
     # By comparison, which integers too large for a float pass, too, and NaN does not.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name}={value!r} must be a finite number {text}")
+        raise ValueError(f"{name}={shown(value)} must be a finite number {text}")
     if (low is not None and (value < low or (open_low and value == low))) or (high is not None and value > high):
-        raise ValueError(f"{name}={value!r} must be {text}")
+        raise ValueError(f"{name}={shown(value)} must be {text}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer {_range(low, high)}")
+        raise ValueError(f"{name}={shown(value)} must be an integer {_range(low, high)}")
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={value!r} must be {_range(low, high)}")
+        raise ValueError(f"{name}={shown(value)} must be {_range(low, high)}")
 
 
 def _range(low: float | None, high: float | None, open_low: bool = False) -> str:

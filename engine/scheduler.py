@@ -6,6 +6,9 @@ Every running sequence that decodes is in every step, so a stream waits one step
 When blocks run out, the sequence that the waiting queue would serve last is preempted: its blocks are released (and
 stay findable) and it is computed again later, from whatever of them is still cached then.
 
+Where many short prompts come at once, a step does not take as many of them as it could hold, but enough to keep the
+device busy: the first of them have their answer's beginning sooner, and the last hardly later.
+
 BACKGROUND requests run only while there is no other. When one arrives, they are out of the very next step; they keep
 their blocks while they wait, and are the first to lose them when blocks are needed.
 
@@ -19,7 +22,11 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockManager
 from engine.outputs import RequestPriority
 from engine.sequence import Sequence, SequenceStatus
-from engine.waiting_queue import WaitingQueue, by_rank
+from engine.waiting_queue import WaitingQueue, by_queue_key
+
+# A step of so many prompts, and so many tokens of prompts, is as good for the device as a larger one.
+_ENOUGH_PROMPTS = 8
+_ENOUGH_TOKENS = 2048
 
 
 @dataclass(slots=True)
@@ -48,9 +55,9 @@ class StepPlan:
     finished: list[Sequence] = field(default_factory=list)
 
 
-def _rank_beside(seq: Sequence, fork: Sequence) -> tuple[int, int, int]:
-    """The rank of a continuation of the request that seq belongs to."""
-    return (*by_rank(seq)[:2], fork.arrival_order)
+def _queue_key_beside(seq: Sequence, fork: Sequence) -> tuple[int, int, int]:
+    """The queue key of a continuation of the request that seq belongs to."""
+    return (*by_queue_key(seq)[:2], fork.arrival_order)
 
 
 def _members(seq: Sequence) -> tuple[Sequence, ...]:
@@ -91,7 +98,7 @@ class Scheduler:
         budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
         budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
         prefills = [s for s in self._unplanned() if s.num_uncomputed_tokens]
-        prefills.sort(key=by_rank)
+        prefills.sort(key=by_queue_key)
         # A prompt begun goes on before those that came later, but not before more urgent ones.
         budget = self._admit_waiting(plan, budget, before=prefills[0] if prefills else None)
         for seq in prefills:
@@ -140,7 +147,7 @@ class Scheduler:
             if len(self._active()) < self.max_num_seqs:
                 self.share(seq, fork)
             else:
-                fork.rank = _rank_beside(seq, fork)
+                fork.queue_key = _queue_key_beside(seq, fork)
                 fork.metrics.first_scheduled = seq.metrics.first_scheduled
                 fork.status = SequenceStatus.WAITING
                 self.add(fork)
@@ -152,7 +159,7 @@ class Scheduler:
         self.blocks.fork(parent, child)
         child.metrics.first_scheduled = parent.metrics.first_scheduled
         if child.status is SequenceStatus.UNBORN:
-            child.rank = _rank_beside(parent, child)
+            child.queue_key = _queue_key_beside(parent, child)
             child.status = SequenceStatus.RUNNING
             self.running.append(child)
 
@@ -168,7 +175,7 @@ class Scheduler:
 
     def _pause_or_resume_background(self) -> None:
         background = [seq for seq in self.running if _is_background(seq)]
-        # BACKGROUND ranks last, so the queue's head tells whether anything else waits.
+        # BACKGROUND comes last, so the queue's head tells whether anything else waits.
         waits = bool(self.waiting) and not _is_background(self.waiting[0])
         self._foreground = waits or len(background) < len(self.running)
         for seq in background:
@@ -195,7 +202,7 @@ class Scheduler:
                     self.finish(member, "length")
                 plan.finished.append(seq)
                 return False
-            self._preempt(plan, max(self.running, key=by_rank))
+            self._preempt(plan, max(self.running, key=by_queue_key))
             if seq.status is not SequenceStatus.RUNNING:
                 return False
         return True
@@ -205,7 +212,7 @@ class Scheduler:
         active = len(self._active())
         while self.waiting and budget > 0 and active < self.max_num_seqs:
             head = self.waiting[0]
-            if before is not None and by_rank(head) > by_rank(before):
+            if (before is not None and by_queue_key(head) > by_queue_key(before)) or _is_large(plan):
                 break
             if _is_background(head) and self._foreground:
                 break
@@ -254,7 +261,7 @@ class Scheduler:
             return True
         if seq is not self.waiting[0]:
             return False
-        paused = sorted((s for s in self.running if s.status is SequenceStatus.PAUSED), key=by_rank)
+        paused = sorted((s for s in self.running if s.status is SequenceStatus.PAUSED), key=by_queue_key)
         needed = self.blocks.blocks_for(len(seq.token_ids)) - len(matched) + reserve
         if active and needed > self.blocks.num_available + sum(len(s.block_table) for s in paused):
             return False  # not even then
@@ -313,6 +320,12 @@ class Scheduler:
         seq.num_planned_tokens += count
         seq.num_placeholders += samples
         return count
+
+
+def _is_large(plan: StepPlan) -> bool:
+    """One more prompt like those in it would make the step larger than need be."""
+    prompts, tokens = len(plan.items) - plan.num_decodes, plan.num_tokens - plan.num_decodes
+    return prompts >= _ENOUGH_PROMPTS and tokens + tokens // prompts > _ENOUGH_TOKENS
 
 
 def _holds_blocks(seq: Sequence) -> bool:

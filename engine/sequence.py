@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from enum import Enum, auto
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.outputs import RequestMetrics, RequestPriority, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.beam_search import BeamSearch
-    from engine.block_manager import BlockContent
+    from engine.prefix_index import BlockContent
 
 _ids = itertools.count()
+
+
+def as_array(ids: list[int]) -> np.ndarray:
+    """int32 [T], in a third of the time that numpy takes. struct.error for what is no integer of 32 bits."""
+    return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
 
 
 class SequenceStatus(Enum):
@@ -36,7 +44,8 @@ class Sequence:
     num_placeholders      tokens that steps in flight will sample: counted, not yet known
     last_plan             the scheduler's number of the last plan that it is in
     life                  counts preemptions: what was planned in an earlier life counts for nothing
-    rank, num_overtaken   its place in the waiting queue, see WaitingQueue
+    queue_key             its place in the waiting queue, see WaitingQueue
+    num_overtaken         how many were admitted from behind it
     num_resident_hint     leading blocks that were resident when BlockManager.resident_prefix() last looked
     owner, turn, salt     stamped on the blocks it writes: whose they are, which turn of it, whom they may serve
     seq_id                unique among all sequences; a request's n continuations have one each, and an index
@@ -50,6 +59,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_prompt",
         "arrival_order",
         "beam",
         "block_contents",
@@ -77,7 +87,7 @@ class Sequence:
         "params",
         "priority",
         "prompt_logprobs",
-        "rank",
+        "queue_key",
         "request_id",
         "salt",
         "seed",
@@ -103,8 +113,11 @@ class Sequence:
         owner: int = 0,
         turn: int = 0,
         salt: bytes = b"",
+        prompt_array: np.ndarray | None = None,
     ) -> None:
+        """prompt_array: prompt_ids as int32 [T], where somebody has them already."""
         self.seq_id = next(_ids)
+        self._prompt = prompt_array
         self.request_id = request_id
         self.index = 0
         self.token_ids = list(prompt_ids)
@@ -133,7 +146,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_resident_hint = 0
         self.num_overtaken = 0
-        self.rank: tuple[int, int, int] | None = None
+        self.queue_key: tuple[int, int, int] | None = None
         self.was_admitted = False
         self.forks: tuple[Sequence, ...] = ()
         self.drawn_from: int | None = None  # noted by graph_sampling
@@ -179,6 +192,14 @@ class Sequence:
         """Whose next token is drawn from the logits of this one's last token."""
         return (self, *self.forks) if self.beam is None else (self,)
 
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """int32 [stop - start], the token ids at these positions, which must be known; not to be written to."""
+        if stop > self.num_prompt_tokens:
+            return np.array(self.token_ids[start:stop], np.int32)
+        if self._prompt is None:
+            self._prompt = as_array(self.token_ids[: self.num_prompt_tokens])
+        return self._prompt[start:stop]
+
     def make_forks(self, seeds: list[int]) -> None:
         """Give this sequence continuations 1, 2, ... of the same prompt, one per seed. Their places in the order of
         arrival are the next ones after its own."""
@@ -196,6 +217,7 @@ class Sequence:
                 owner=self.owner,
                 turn=self.turn,
                 salt=self.salt,
+                prompt_array=self._prompt,
             )
             fork.index = index
             fork.status = SequenceStatus.UNBORN

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.block_tables import BlockTables
+from engine.block_tables import BlockTables, slots_of
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
 from models.batch import ForwardBatch
@@ -66,11 +66,10 @@ class StepInputs:
                 positions[offset] = start
                 slots[offset] = seq.block_table[start // block_size] * block_size + start % block_size
             else:
-                where = np.arange(start, start + count)
-                ids[offset : offset + count] = seq.token_ids[start : start + count]
-                positions[offset : offset + count] = where
-                blocks = self._tables.array[row, where // block_size]
-                slots[offset : offset + count] = blocks * block_size + where % block_size
+                end, stop = start + count, offset + count
+                ids[offset:stop] = seq.ids(start, end)
+                positions[offset:stop] = np.arange(start, end)
+                slots[offset:stop] = slots_of(self._tables.array[row], start, end, block_size)
             if seq.prompt_logprobs is not None and (wanted := seq.unscored_prompt(start, start + count)):
                 hidden_rows.prompts.append((len(logits_indices), item))
                 logits_indices.extend(range(offset + wanted.start - start, offset + wanted.stop - start))

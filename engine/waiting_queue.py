@@ -27,19 +27,19 @@ WINDOW = 16
 MAX_OVERTAKEN = 8
 
 
-def rank_of(seq: Sequence, step: int) -> tuple[int, int, int]:
-    """The rank of a request that arrives at `step`; smaller is served first. Kept over preemptions."""
+def queue_key_of(seq: Sequence, step: int) -> tuple[int, int, int]:
+    """The key of a request that arrives at `step`; smaller is served first. Kept over preemptions."""
     is_background = seq.priority == RequestPriority.BACKGROUND
     return (is_background, step - AGING_STEPS * seq.priority, seq.arrival_order)
 
 
-def by_rank(seq: Sequence) -> tuple[int, int, int]:
-    assert seq.rank is not None, f"{seq} was never queued"
-    return seq.rank
+def by_queue_key(seq: Sequence) -> tuple[int, int, int]:
+    assert seq.queue_key is not None, f"{seq} was never queued"
+    return seq.queue_key
 
 
 class WaitingQueue:
-    """The waiting sequences in order of rank."""
+    """The waiting sequences in order of their keys."""
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
@@ -59,9 +59,9 @@ class WaitingQueue:
 
     def add(self, seq: Sequence, step: int) -> None:
         """Queue seq, which arrives at `step` or comes back from a preemption to its old place."""
-        if seq.rank is None:
-            seq.rank = rank_of(seq, step)
-        bisect.insort(self._queue, seq, key=by_rank)
+        if seq.queue_key is None:
+            seq.queue_key = queue_key_of(seq, step)
+        bisect.insort(self._queue, seq, key=by_queue_key)
 
     def remove(self, seq: Sequence) -> None:
         self._queue.remove(seq)
@@ -70,12 +70,16 @@ class WaitingQueue:
         """The head, or the one that may overtake it: `resident` tells how many leading blocks of a request are in
         the cache. With `before`, only requests served before that one are looked at."""
         best = head = self._queue[0]
+        if len(self._queue) == 1:
+            return head
         most, highest = resident(head), head.priority
         for i in range(1, min(len(self._queue), WINDOW)):
             ahead, seq = self._queue[i - 1], self._queue[i]
             if ahead.num_overtaken >= MAX_OVERTAKEN or ahead.was_admitted:
                 break
-            if by_rank(seq)[0] != by_rank(head)[0] or (before is not None and by_rank(seq) > by_rank(before)):
+            if by_queue_key(seq)[0] != by_queue_key(head)[0]:
+                break
+            if before is not None and by_queue_key(seq) > by_queue_key(before):
                 break
             if seq.priority >= highest and (blocks := resident(seq)) > most:
                 best, most = seq, blocks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,15 @@ from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from models.layers.parallel import AllReduce, GatherVocab
 from models.layers.rotary import RotaryEmbedding, rotate
 
+if TYPE_CHECKING:  # its import needs triton
+    from models.kernels.skinny import Added
+
 
 class LlamaAttention(nn.Module):
     """Queries, keys and values by one product, rotated together, then attention over the pages.
 
-    The layer calls qkv_proj, together with the norm before it (RMSNorm.into), and hands over what comes out.
+    The layer calls qkv_proj, together with the norm before it (RMSNorm.into), and hands over what comes out; and it
+    calls o_proj, through all_reduce.
     """
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, **place: Any) -> None:
@@ -43,16 +48,11 @@ class LlamaAttention(nn.Module):
         self.norms: tuple[Tensor, Tensor, float] | None = None  # of queries, of keys, eps: for those that have them
         self.fused = backend.has_forward_qkv
 
-    def forward(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, rows: Tensor | None = None
-    ) -> Tensor:
-        """qkv_proj's output [T, (heads + 2 * kv_heads) * head_dim] -> [T, hidden], or those `rows` of it, int64 [R],
-        where not all are needed."""
+    def forward(self, qkv: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
+        """qkv_proj's output [T, (heads + 2 * kv_heads) * head_dim] -> o_proj's input [T, heads * head_dim]."""
         if self.fused:
-            attended = self.attn.forward_qkv(qkv, self.norms, rope, batch)
-        else:
-            attended = self.attn(*self.rotate(qkv.view(qkv.shape[0], -1, self.head_dim), rope), batch)
-        return self.all_reduce(self.o_proj, attended if rows is None else attended.index_select(0, rows))
+            return self.attn.forward_qkv(qkv, self.norms, rope, batch)
+        return self.attn(*self.rotate(qkv.view(qkv.shape[0], -1, self.head_dim), rope), batch)
 
     def rotate(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, heads, head_dim] -> queries and keys, rotated, and values."""
@@ -73,9 +73,9 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
         self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
 
-    def forward(self, gated: Tensor) -> Tensor:
-        """gate_up_proj's output [T, intermediate] -> [T, hidden]."""
-        return self.all_reduce(self.down_proj, gated)
+    def forward(self, gated: Tensor, next_norm: RMSNorm | None, residual: Tensor) -> Tensor | Added:
+        """gate_up_proj's output [T, intermediate] -> [T, hidden]. next_norm: see AllReduce."""
+        return self.all_reduce(self.down_proj, gated, next_norm, residual)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -91,20 +91,24 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Added,
         residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(x, residual) with the hidden state x + residual -> the same pair after this layer, of `rows` only where
-        those are given: what the others add to the KV cache is there all the same."""
+        next_norm: RMSNorm | None = None,
+    ) -> tuple[Tensor | Added, Tensor]:
+        """(x, residual) with the hidden state x + residual -> the same pair after this layer, of `rows` only, int64
+        [R], where those are given: what the others add to the KV cache is there all the same. next_norm: the norm that
+        the result goes into; given, x may be Added, the hidden state itself, and residual what was added to it."""
         qkv, residual = self.input_layernorm.into(self.self_attn.qkv_proj, x, residual)
-        attended = self.self_attn(qkv, rope, batch, rows)
+        attended = self.self_attn(qkv, rope, batch)
         if rows is not None:
-            residual = residual.index_select(0, rows)
-        gated, residual = self.post_attention_layernorm.into(self.mlp.gate_up_proj, attended, residual)
-        return self.mlp(gated), residual
+            attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+        norm, attention = self.post_attention_layernorm, self.self_attn
+        x = attention.all_reduce(attention.o_proj, attended, norm, residual)
+        gated, residual = norm.into(self.mlp.gate_up_proj, x, residual)
+        return self.mlp(gated, next_norm, residual), residual
 
 
 class LlamaModel(nn.Module):
@@ -119,13 +123,15 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(config, dtype, device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x: Tensor | Added = self.embed_tokens(batch.input_ids)
+        residual: Tensor | None = None
         rope = self.rotary(batch)
-        for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, rope, batch)
+        for layer, following in pairwise(self.layers):
+            x, residual = layer(x, residual, rope, batch, next_norm=following.input_layernorm)
         # Past the last layer's attention only the rows that are sampled from matter: of a prompt, one.
-        rows = batch.logits_indices if batch.logits_indices.shape[0] < x.shape[0] else None
+        rows = batch.logits_indices if batch.logits_indices.shape[0] < batch.input_ids.shape[0] else None
         x, residual = self.layers[-1](x, residual, rope, batch, rows)
+        assert isinstance(x, Tensor)  # no norm was named that could have begun
         return self.norm.add_and_norm(x, residual)[0] if residual is not None else self.norm(x)
 
 

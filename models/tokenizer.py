@@ -27,6 +27,10 @@ from models.pretokenizers import PRE_TOKENIZERS
 _CONTROL, _USER_DEFINED = 3, 4
 
 
+_PLAIN_CHARACTERS = 8  # a token of ordinary text has fewer
+_CUT_TOKENS = 64  # more than come of cutting a text in the middle of a word
+
+
 class TokenizerError(ValueError):
     """Tokenizer files that cannot be used: damaged, or of a kind that is not supported."""
 
@@ -85,6 +89,15 @@ class Tokenizer:
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def least_tokens(self, text: str, limit: int) -> int:
+        """A number of tokens that the text has at least, and no less than `limit` where that is plain from its
+        beginning; 0 for a short text. To refuse what is far too long without holding up the whole process: tokenizing
+        keeps the interpreter's lock, for half a minute for eight million digits."""
+        beginning = text[: _PLAIN_CHARACTERS * limit]
+        if len(beginning) == len(text):
+            return 0
+        return max(0, len(self.encode(beginning)) - _CUT_TOKENS)
 
     def encode_chat(
         self,

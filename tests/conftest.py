@@ -18,6 +18,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # The longest first, so that no process is left alone with them at the end.
+    items.sort(key=lambda item: item.path.stem != "test_kernels_interpreted")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where pytest-xdist spreads the tests over processes (`pytest -n 2`): those of a file stay together, which share
+    its fixtures, and all that drive a browser, which share a server and would slow each other down."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/browser/"):
+                return "tests/browser"
+            # The interpreter's cases run in a process of their own, one file of them for minutes.
+            return nodeid if "test_kernels_interpreted" in nodeid else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # else by the number of tests, which says little of their time
+    return Scheduling(config, log)
 
 
 def _no_gpu() -> str | None:

@@ -13,6 +13,9 @@ import pytest
 
 import bench
 import bench_table
+import bench_workers
+from bench_engines import Engine, Setup
+from bench_workloads import DEFAULT, workloads
 from processes import gone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +54,22 @@ def test_an_argument_that_cannot_be_used_is_one_line_and_exit_code_2(arguments: 
     assert done.stdout == ""
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_help_says_what_each_workload_does_on_either_device(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["bench.py", "--help"])
+        bench.options()
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for device in ("cpu", "cuda"):
+        table = workloads(device)
+        assert set(DEFAULT[device].split()) <= table.keys()
+        for name, workload in table.items():
+            (at,) = [i for i, line in enumerate(lines) if line.split()[:1] == [name]]
+            assert any(line.endswith(f" {workload.about}") for line in lines[at : at + 2]), (device, name)
+            assert max(map(len, lines[at : at + 2])) <= 120
+    assert workloads("cpu")["decode_b1"].about != workloads("cuda")["decode_b1"].about
 
 
 def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path: Path) -> None:
@@ -109,7 +128,7 @@ def test_conversations_through_the_async_engine_find_their_history_cached(tiny: 
 
 
 def test_no_two_runs_share_a_prompt() -> None:
-    class Recorder(bench.Engine):
+    class Recorder(Engine):
         def __init__(self) -> None:
             self.seen: list[tuple[int, ...]] = []
 
@@ -119,7 +138,7 @@ def test_no_two_runs_share_a_prompt() -> None:
     for name in ("decode_b1", "decode_b8", "prefill_1024", "ttft_cold"):
         engine = Recorder()
         for k in range(3):
-            bench.workloads("cpu")[name].run(engine, k)
+            workloads("cpu")[name].run(engine, k)
         assert len(set(engine.seen)) == len(engine.seen) > 2, name
 
 
@@ -151,10 +170,10 @@ def test_an_engine_that_hangs_is_ended_with_all_it_started_and_what_was_measured
         "print('in the midst of it', file=sys.stderr, flush=True)\n"
         "time.sleep(100)\n"
     )
-    monkeypatch.setattr(bench, "__file__", str(script))
-    results = bench.Results()
-    setup = bench.Setup("model", "cpu", "float32", 1, "auto")
-    list(bench.measure(setup, ["pageturn"], ["ttft_cold", "prefill_1024"], 1, 3.0, results))
+    monkeypatch.setattr(bench_workers, "__file__", str(script))
+    results = bench_workers.Results()
+    setup = Setup("model", "cpu", "float32", 1, "auto")
+    list(bench_workers.measure(setup, ["pageturn"], ["ttft_cold", "prefill_1024"], 1, 3.0, results))
     assert results.runs == {("ttft_cold", "ttft", "pageturn"): [1.5]}
     failed, why = results.missing["prefill_1024", "pageturn"]
     assert failed and why == "no answer within 3 s; it last said: in the midst of it"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import bench
-from bench_engines import Setup, Vllm
+from bench_engines import NotOffered, Setup, Vllm
+from bench_workloads import chat
 
 
 class RequestOutputKind(Enum):
@@ -111,12 +111,12 @@ def test_offline_requests_get_exactly_the_tokens_asked_for() -> None:
 def test_conversations_are_streamed_with_the_defaults_of_its_own_server() -> None:
     engine = opened("chat")
     assert engine.llm.contexts == ["server"]
-    figures = bench.chat(engine, 0, count=3, turns=2, system=100, user=64, reply=6)
+    figures = chat(engine, 0, count=3, turns=2, system=100, user=64, reply=6)
     assert len(engine.llm.request_ids) == 6
     assert figures["prompt_tokens_cached"] == pytest.approx((100 + 64 + 6) / (100 + 64 + 6 + 64))
     engine.loop.close()
 
 
 def test_a_mode_that_it_has_not_is_not_offered() -> None:
-    with pytest.raises(bench.NotOffered):
+    with pytest.raises(NotOffered):
         opened("nocache")

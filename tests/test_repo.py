@@ -16,7 +16,7 @@ from app.settings import settings_table
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAX_FILE_BYTES = 2**20
-OWN = {"app", "engine", "models", "bench", "bench_engines", "bench_table"}
+OWN = {"app", "engine", "models"} | {path.stem for path in ROOT.glob("bench*.py")}
 
 
 def tracked_files() -> list[Path]:

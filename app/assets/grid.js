@@ -1,5 +1,6 @@
 // The grid of KV blocks: every physical block a cell, in physical order, drawn on one canvas.
-// States differ by shape as well as by colour: free is an outline, shared carries a corner dot.
+// States differ by shape as well as by colour: free is an outline, shared carries a corner dot, "yours" (a block that
+// another chat of the same user wrote) a hole.
 (() => {
   const FREE = 0, CACHED = 1, ACTIVE = 2, SHARED = 3; // as app/kv_hub.py numbers them
   const FLASH_MS = 400;
@@ -7,13 +8,14 @@
 
   window.pageturn.Grid = class {
     constructor(canvas) {
-      Object.assign(this, { canvas, n: 0, blockSize: 0, perCell: 1, columns: 1, pitch: 7, owner: 0, dirty: new Set(), all: true, frame: 0 });
+      Object.assign(this, { canvas, n: 0, blockSize: 0, perCell: 1, columns: 1, pitch: 7, owner: 0, own: new Set(), dirty: new Set(), all: true, frame: 0 });
       this.state = new Uint8Array(0);
       this.slot = new Uint16Array(0);
       this.flashes = new Map(); // cell -> end of its flash, in performance.now() time
     }
     set owner(slot) { if (slot !== this._owner) { this._owner = slot; this.redraw(); } }
     get owner() { return this._owner; }
+    set own(slots) { this._own = slots; this.redraw(); } // of all of this user's chats
     load(n, blockSize, data) {
       const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
       const resized = n !== this.n;
@@ -42,7 +44,7 @@
       if (indices.length) this.schedule();
     }
     totals(owner) {
-      const totals = { mine: 0, shared: 0, others: 0, cached: 0, free: 0 };
+      const totals = { mine: 0, yours: 0, shared: 0, others: 0, cached: 0, free: 0 };
       for (let i = 0; i < this.n; i++) totals[this.kind(i, owner)]++;
       return totals;
     }
@@ -51,7 +53,7 @@
         case FREE: return "free";
         case CACHED: return "cached";
         case SHARED: return "shared";
-        default: return owner && this.slot[i] === owner ? "mine" : "others";
+        default: return owner && this.slot[i] === owner ? "mine" : this._own.has(this.slot[i]) ? "yours" : "others";
       }
     }
     layout() {
@@ -72,7 +74,7 @@
     }
     theme() {
       const style = getComputedStyle(this.canvas);
-      this.colours = Object.fromEntries(["mine", "shared", "others", "cached", "own-cached", "free", "flash"].map((k) => [k, style.getPropertyValue(`--pt-${k}`).trim()]));
+      this.colours = Object.fromEntries(["mine", "yours", "shared", "others", "cached", "own-cached", "free", "flash"].map((k) => [k, style.getPropertyValue(`--pt-${k}`).trim()]));
       this.layout();
       this.redraw();
     }
@@ -109,6 +111,10 @@
         const own = kind === "cached" && this.owner && this.slot[best] === this.owner;
         context.fillStyle = this.colours[own ? "own-cached" : kind];
         context.fillRect(x, y, side, side);
+        if (kind === "yours") {
+          const hole = side > 3 ? 2 : 1, inset = (side - hole) >> 1;
+          context.clearRect(x + inset, y + inset, hole, hole);
+        }
         if (kind === "shared") {
           context.fillStyle = this.colours.flash;
           context.fillRect(x + side - 2, y, 2, 2);

@@ -1,29 +1,34 @@
-// The page's own behaviour beside Gradio: identity, address, keys, list of chats, notices, drafts and reconnection.
+// The page's own behaviour beside Gradio: identity, address, keys, list of chats, notices and reconnection. (The message
+// box is compose.js's.)
 (() => {
-  const pageturn = (window.pageturn = { stat: null, open: "", listeners: [] });
+  const pageturn = (window.pageturn = { stat: null, open: "", listeners: [], ownChats: new Set(), onOwnChats() {} });
   const el = (tag, properties = {}, ...children) => {
     const node = Object.assign(document.createElement(tag), properties);
     node.append(...children);
     return node;
   };
   pageturn.el = el;
+  pageturn.randomHex = (bytes) => [...crypto.getRandomValues(new Uint8Array(bytes))].map((b) => b.toString(16).padStart(2, "0")).join("");
   const byId = (id) => document.getElementById(id);
-  const messageBox = () => document.querySelector("#message textarea");
 
   // -- identity ------------------------------------------------------------------------------------------------
   // A random 128-bit id in localStorage. It is read again before every event: eight tabs opened at once on a new
   // profile may each write one, and all must end up with the last. Where storage is closed, it lasts as long as the tab.
   let ownId = "";
-  pageturn.user = () => {
+  const id = () => {
     try {
       const stored = localStorage.getItem("pageturn-user");
       if (/^[0-9a-f]{32}$/.test(stored ?? "")) return (ownId = stored);
     } catch { /* storage is closed to this frame */ }
-    if (!ownId) ownId = [...crypto.getRandomValues(new Uint8Array(16))].map((b) => b.toString(16).padStart(2, "0")).join("");
+    if (!ownId) ownId = pageturn.randomHex(16);
     try { localStorage.setItem("pageturn-user", ownId); } catch { /* as above */ }
     return ownId;
   };
-  pageturn.user();
+  id();
+  // Events say it with the number of times that the reader has turned to a chat: what comes of an earlier one than the
+  // last no longer shows.
+  let choices = 0;
+  pageturn.user = () => `${id()}:${choices}`;
 
   // -- address -------------------------------------------------------------------------------------------------
   pageturn.chatInAddress = () => new URLSearchParams(location.search).get("chat") ?? "";
@@ -35,32 +40,30 @@
   }
   window.addEventListener("popstate", () => pick(pageturn.chatInAddress()));
   // What is picked counts at once, for a message that is sent before the page shows it.
+  function turnTo(chat, anew = false) {
+    choices += 1;
+    pageturn.open = chat;
+    showInAddress(chat, false);
+    pageturn.showDraft(chat, anew);
+  }
   function pick(id) {
-    pageturn.open = id;
+    turnTo(id);
     pageturn.send("pick", { id });
   }
-  document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) pageturn.open = blank = ""; }, true);
-  // Where a message goes. A page without a chat has a name, so that a first message sent twice makes one chat.
-  let blank = "";
-  pageturn.target = () => pageturn.open || (blank ||= "new-" + [...crypto.getRandomValues(new Uint8Array(8))].map((b) => b.toString(16).padStart(2, "0")).join(""));
-
-  // -- drafts: kept per chat until sent, through refusals and reloads --------------------------------------------
-  const draftKey = (chat) => `pageturn-draft:${chat}`;
-  function keepDraft() {
-    try { sessionStorage.setItem(draftKey(pageturn.open), messageBox()?.value ?? ""); } catch { /* storage is closed */ }
-  }
-  function dropDraft(chat) {
-    try { sessionStorage.removeItem(draftKey(chat)); } catch { /* storage is closed */ }
-  }
-  function restoreDraft() {
-    const box = messageBox();
-    let text = "";
-    try { text = sessionStorage.getItem(draftKey(pageturn.open)) ?? ""; } catch { /* storage is closed */ }
-    if (!box || box.value === text || (box.value && !text)) return;
-    box.value = text;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
-  }
-  document.addEventListener("input", (event) => { if (event.target === messageBox()) keepDraft(); });
+  document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) turnTo("", true); }, true);
+  // Of two updates that arrive in the other order the older one would stay: then what is picked is shown once more.
+  let newest = null, shownAgain = null;
+  pageturn.isOutdated = (of) => {
+    if (!of || of.since !== newest?.since || of.number >= newest.number) {
+      newest = of ?? newest;
+      return false;
+    }
+    if (shownAgain !== newest) {
+      shownAgain = newest;
+      pick(pageturn.open);
+    }
+    return true;
+  };
 
   // -- list of chats -------------------------------------------------------------------------------------------
   // Built from text nodes only: a gr.HTML template would evaluate a title such as `${…}` as script.
@@ -72,6 +75,8 @@
       clearTimeout(timer);
       timer = setTimeout(() => trigger("search", { text: search.value }), 200);
     });
+    // Back in view: what the reader's other tabs did to the list.
+    document.addEventListener("visibilitychange", () => { if (!document.hidden && shown !== null) trigger("search", { text: search.value }); });
     element.querySelector(".pt-export").addEventListener("click", () => trigger("export_chat", {}));
     const file = element.querySelector("input[type=file]");
     element.querySelector(".pt-import").addEventListener("click", () => file.click());
@@ -79,27 +84,33 @@
       if (file.files[0]) trigger("import_chat", { text: await file.files[0].text() });
       file.value = "";
     });
-    let first = true, shown = null, found = null, foundFor = "";
+    let shown = null, found = null, foundFor = "", latest = null;
     const show = () => {
       const value = props.value;
       if (!value) return;
-      if (value.open !== undefined) {
-        const moved = value.open !== shown;
+      if (value.sent) pageturn.noteSent(value.sent);
+      if (value.open !== undefined && value.choice >= choices && !pageturn.isOutdated(value.of)) {
+        const moved = value.open !== shown, from = shown;
         pageturn.open = shown = value.open;
-        if (value.sent !== null) { dropDraft(value.sent); dropDraft(value.open); }
-        if (moved) blank = "";
-        if (moved) restoreDraft();
+        pageturn.showDraft(value.open);
         if (moved) showSidebar(false);
-        followReply(moved || value.sent !== null);
-        showInAddress(value.open, first || value.sent === "");
-        first = false;
+        followReply(moved || Object.values(value.sent ?? {}).some(Boolean));
+        showInAddress(value.open, !from || !value.open);
+        wait = FIRST_WAIT;
         if (value.answering) trigger("follow", {});
       }
-      const open = value.chats.find((chat) => chat.id === shown);
+      if (value.gone && value.gone === shown) pick(value.gone); // which says so, on a new page
+      if (latest?.since !== value.since || latest.number <= value.number) latest = value;
+      const { chats } = latest;
+      pageturn.ownChats = new Set(chats.map((chat) => chat.owner).filter(Boolean));
+      pageturn.onOwnChats(pageturn.ownChats);
+      const open = chats.find((chat) => chat.id === shown);
       document.title = open ? `${open.title} – PageTurn` : "PageTurn";
       element.querySelector(".pt-export").disabled = !shown;
       if (value.query !== undefined) { found = value.found; foundFor = value.query; }
-      const rows = search.value.trim() && foundFor === search.value ? found : value.chats;
+      const searching = Boolean(search.value.trim());
+      if (searching && value.query === undefined) trigger("search", { text: search.value }); // what was found may be gone
+      const rows = searching && foundFor === search.value ? found : chats;
       // A title being typed and a question being read stay; the update that they cause draws the list anew.
       const busy = list.querySelector(".pt-newname, .pt-ask");
       if (!busy) list.replaceChildren(...rows.map((chat) => row(chat, chat.id === shown, trigger)));
@@ -188,14 +199,26 @@
       demo.hidden = !stat?.small_model;
       retry.hidden = !stat?.error;
       state.classList.toggle("pt-bad", Boolean(lost || stat?.error));
-      state.textContent = lost ? "Connection lost, trying again…"
+      state.textContent = lost ? (stat ? "Connection lost, trying again…" : "No live figures: their connection does not get through.")
         : !stat ? "" : stat.error ? `The model failed to load: ${stat.error}`
         : stat.ready ? "" : `Loading the model: ${stat.stage} ${Math.round(stat.percent)} %`;
     });
   };
+  pageturn.mountSettings = (element) => {
+    const button = element.querySelector("button");
+    button.addEventListener("click", () => {
+      const open = button.getAttribute("aria-expanded") !== "true";
+      button.setAttribute("aria-expanded", open);
+      byId("page").dataset.settings = open ? "open" : "closed";
+    });
+  };
   pageturn.mountNotice = (element, watch, props) => {
     const text = element.querySelector(".pt-notice");
-    const show = () => { text.textContent = props.value?.text ?? ""; text.hidden = !text.textContent; };
+    const show = () => {
+      text.textContent = props.value?.text ?? "";
+      text.hidden = !text.textContent;
+      if (props.value?.refused) pageturn.notTaken([props.value.refused]);
+    };
     watch("value", show);
     show();
   };
@@ -203,25 +226,26 @@
     const becameReady = stat?.ready && pageturn.stat && !pageturn.stat.ready;
     pageturn.stat = stat;
     for (const listener of pageturn.listeners) listener(stat, lost);
-    if (becameReady) pageturn.send?.("resync", {});
+    if (becameReady) pageturn.send?.("resync", { ready: true });
   };
 
   // -- reconnection: after a break, ask for the present state once the server answers -----------------------------
-  let broken = false;
+  const FIRST_WAIT = 300; // ms; longer each time until an answer comes
+  let broken = false, trying = false, wait = FIRST_WAIT;
   window.addEventListener("pageturn:broken", () => { broken = true; tryAgain(); });
-  let trying = false;
   async function tryAgain() {
     if (trying) return;
     trying = true;
-    for (let wait = 300; broken; wait = Math.min(wait * 1.6, 3000)) {
+    while (broken) {
       await new Promise((resolve) => setTimeout(resolve, wait));
+      wait = Math.min(wait * 1.6, 3000);
       try {
         const root = new URL(window.gradio_config?.root ?? location.href, location.href).pathname.replace(/\/$/, "");
         if ((await fetch(`${root}/healthz`, { cache: "no-store" })).ok) broken = false;
       } catch { /* still away */ }
     }
     trying = false;
-    pageturn.send?.("resync", {});
+    pageturn.send?.("resync", { ready: false });
   }
 
   // -- links in a reply's line: continue, retry, other branches ---------------------------------------------------

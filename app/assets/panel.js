@@ -3,7 +3,8 @@
 (() => {
   const pageturn = window.pageturn;
   const SPARK_SECONDS = 60, STRIP_CELLS = 600;
-  const KINDS = ["mine", "shared", "others", "cached", "free"];
+  const KINDS = ["mine", "yours", "shared", "others", "cached", "free"];
+  const LABELS = { yours: "your other chats" };
   const number = (value) => Math.round(value).toLocaleString("en-US");
   const ms = (seconds) => (seconds < 10 ? `${number(seconds * 1000)} ms` : `${seconds.toFixed(1)} s`);
   const rate = (value) => (value >= 10 ? number(value) : value.toFixed(1));
@@ -19,14 +20,14 @@
     let chat = props.value ?? {}, stat = null;
     for (const kind of KINDS) {
       bar.append(pageturn.el("i", { className: `pt-${kind}` }));
-      legend.append(pageturn.el("li", {}, pageturn.el("i", { className: `pt-${kind}` }), pageturn.el("span", { textContent: kind })));
+      legend.append(pageturn.el("li", {}, pageturn.el("i", { className: `pt-${kind}` }), pageturn.el("span", { textContent: LABELS[kind] ?? kind })));
     }
 
     function showTotals() {
       const totals = grid.totals(chat.owner ?? 0);
       KINDS.forEach((kind, i) => {
         bar.children[i].style.flexGrow = totals[kind];
-        legend.children[i].lastChild.textContent = `${kind} ${number(totals[kind])}`;
+        legend.children[i].lastChild.textContent = `${LABELS[kind] ?? kind} ${number(totals[kind])}`;
       });
       const used = grid.n - totals.free, share = grid.n ? used / grid.n : 0;
       put("used", grid.n ? `${share > 0 && share < 0.1 ? (100 * share).toFixed(1) : Math.round(100 * share)} %` : "–");
@@ -81,10 +82,17 @@
     grid.canvas.addEventListener("pointerleave", () => { asked = -1; tip.hidden = true; });
 
     watch("value", () => {
+      if (pageturn.isOutdated(props.value?.of)) return;
       chat = props.value ?? {};
       showChat();
       if (chat.ended) pageturn.send("settle", {});
     });
+    pageturn.onOwnChats = (slots) => { // the list of chats knows them
+      grid.own = slots;
+      showTotals();
+      events.show();
+    };
+    pageturn.onOwnChats(pageturn.ownChats);
     const themed = () => { grid.theme(); spark.theme(); };
     new MutationObserver(themed).observe(document.body, { attributes: true, attributeFilter: ["class"] });
     let width = 0;
@@ -100,7 +108,7 @@
 
   // One socket while the tab can be seen; the server's first frame is always a full one.
   class Link {
-    constructor(onFrame, onLost) { Object.assign(this, { onFrame, onLost, socket: null, wait: 500, timer: 0 });
+    constructor(onFrame, onLost) { Object.assign(this, { onFrame, onLost, socket: null, wait: 500, timer: 0, numFailed: 0 });
       document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
       // After a silent loss the socket may look open and be dead.
       window.addEventListener("online", () => { this.close(); this.open(); }); }
@@ -111,12 +119,15 @@
       const root = new URL(window.gradio_config?.root ?? location.href, location.href).pathname.replace(/\/$/, "");
       const url = new URL(`${root}/kv/ws`, location.origin);
       url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
-      const socket = (this.socket = new WebSocket(url));
-      socket.onmessage = (event) => { this.wait = 500; this.onFrame(JSON.parse(event.data)); };
+      let socket = null;
+      try { socket = this.socket = new WebSocket(url); } catch { return this.onLost(); } // forbidden to this page
+      socket.onmessage = (event) => { this.wait = 500; this.numFailed = 0; this.onFrame(JSON.parse(event.data)); };
       socket.onclose = () => {
         if (this.socket !== socket) return; // closed by us
         this.socket = null;
         this.onLost();
+        // Not for a moment: once the server answers at all, the page asks for its state, or to be logged in again.
+        if (++this.numFailed === 3) window.dispatchEvent(new Event("pageturn:broken"));
         this.timer = setTimeout(() => this.open(), this.wait);
         this.wait = Math.min(this.wait * 1.7, 5000);
       };
@@ -149,8 +160,11 @@
     bar.classList.toggle("pt-nearly-full", limit > 0 && used / limit > 0.9);
   }
 
+  const whose = (owner, open, nobody) => !owner ? nobody : owner === open ? "this chat"
+    : pageturn.ownChats.has(owner) ? "another of your chats" : "another chat";
+
   function showTip(tip, block, grid) {
-    const who = !block.owner ? "API or nobody" : block.owner === grid.owner ? "this chat" : "another chat";
+    const who = whose(block.owner, grid.owner, "API or nobody");
     const used = block.last_use === null ? "never used" : `used ${block.last_use < 1 ? "just now" : `${number(block.last_use)} s ago`}`;
     const turn = block.turn ? `, turn ${number(block.turn)}` : "";
     tip.textContent = block.state === "free" ? `#${block.id} · free`
@@ -182,7 +196,7 @@
       this.list.replaceChildren(...lines.map((line) => pageturn.el("li", { textContent: line.text })));
     }
     words({ kind, owner, count: n, detail }) {
-      const who = !owner ? "an API request" : owner === this.owner ? "this chat" : "another chat";
+      const who = whose(owner, this.owner, "an API request");
       switch (kind) {
         case "allocate": return `${who} took ${count(n, "block")}`;
         case "hit": return `${who} reused ${count(n, "block")}`;

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from models.kernels import gemv, skinny
 from models.kernels.rmsnorm import Norm
+from models.kernels.skinny import Added
 
 # A product with as many rows of W is at the memory's rate without us.
 _MOST_SKINNY_OUTPUTS = 65_536
+# In which a sum has room before its norm is taken (see skinny.add_skinny).
+_WIDE_TYPES = (torch.bfloat16, torch.float32)
 
 
 class FewRows:
     """Products of one weight [N, K], and bias [N] or None, in half precision. gated: see gemv.gemv.
 
-    Up to gemv.MAX_ROWS rows every program takes the norm of x anew, which costs it nothing; tensor cores want x as it
-    lies in memory, and a norm on the way to them costs three times the product (measured on an H200).
+    Up to gemv.MAX_ROWS rows every program takes the norm of x anew, which costs it nothing. With more a norm is begun
+    where x is made: add() in front of a norm leaves what the product behind it takes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
@@ -30,8 +34,19 @@ class FewRows:
         """Whether to call this with x of so many rows, and with a norm."""
         return 0 < rows <= (gemv.MAX_ROWS if normed else self.max_rows)
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(y, sum) as gemv.gemv has them. out: y's memory, contiguous; None: a new tensor."""
+    def takes_added(self, rows: int) -> bool:
+        """Whether add() is there for so many rows, and the call with what it leaves."""
+        return gemv.MAX_ROWS < rows <= self.max_rows and self._weight.dtype in _WIDE_TYPES
+
+    def add(self, x: Tensor, norm: Norm) -> Added:
+        """The product and norm.residual, added, and the norm of that, begun."""
+        return skinny.add_skinny(x, self._weight, self._bias, self._arrived, norm)
+
+    def __call__(self, x: Tensor | Added, norm: Norm | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(y, sum) as gemv.gemv has them, of an Added one that of its norm. out: y's memory, contiguous; None: a new
+        tensor."""
+        if isinstance(x, Added):
+            return skinny.skinny(x, self._weight, self._bias, self._arrived, gated=self._gated, out=out), x.total
         if x.shape[0] <= gemv.MAX_ROWS:
             return gemv.gemv(x, self._weight, self._bias, norm=norm, gated=self._gated, out=out)
         return skinny.skinny(x, self._weight, self._bias, self._arrived, gated=self._gated, out=out), x

@@ -70,7 +70,7 @@ def gemv(
         BLOCK_N=block_n,
         STRIP=strip,
         num_warps=warps,
-        **overlap.launch_options(x.device),
+        **overlap.launch_options(x.device, rows),
     )
     return out, total
 

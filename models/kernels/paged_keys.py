@@ -122,6 +122,27 @@ def attend_keys(
     else:
         k = tl.load(k_head + at, mask=(dim < DIM)[None, :], other=0.0)
         v = tl.load(v_head + at, mask=(dim < DIM)[None, :], other=0.0)
+    return attend_tile(q, position, total, peak, out, k, v, key, end, scale, WINDOW, CAUSAL, PRECISION)
+
+
+@triton.jit
+def attend_tile(
+    q,
+    position,
+    total,
+    peak,
+    out,
+    k,
+    v,
+    key,
+    end,
+    scale,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """attend_keys of keys and values k, v [BLOCK_N, DIM_PADDED] that are at hand; key int32 [BLOCK_N]: which they are.
+    Without CAUSAL all rows must see all of them."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAUSAL:
         seen = (key[None, :] <= position[:, None]) & (key < end)[None, :]

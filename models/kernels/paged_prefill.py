@@ -5,6 +5,9 @@ loaded once for its whole group) and walks the sequence's pages up to its last q
 to it finds by binary search, so that the grid depends on the number of tokens and sequences alone: at most
 tokens // BLOCK_Q + sequences tiles, of which those past the end return at once. Where tiles are too few to fill the
 card (a short chunk behind a long prefix) their keys are split over several programs.
+
+Long chunks may be given their own keys and values as they stand in the step's projection (own_keys.py): pages are then
+walked for the cached part alone.
 """
 
 # How a kernel is launched is beyond the type checker.
@@ -17,10 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels import own_keys
+from models.kernels.own_keys import OwnKeys, attend_own_keys
 from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, choose_splits
 
 # Rows (query, head) of a chunk, one number for each tile that _tile chooses.
-WARM_UP_ROWS = (16, 64, 2048)
+WARM_UP_ROWS = (16, 64, 2048, 8192)
 
 
 def paged_prefill(
@@ -33,6 +38,7 @@ def paged_prefill(
     scale: float,
     *,
     out: Tensor,
+    own: OwnKeys | None = None,
     window: int = 0,
     processors: int = 1,
 ) -> None:
@@ -44,6 +50,7 @@ def paged_prefill(
                     from query_start[0]; it may have none (padding)
     context_lens    int32 [S], tokens of each sequence, the chunk's included
     block_tables    int32 [S, W], last dimension contiguous
+    own             keys and values of the rows of q, to be read in place of the cache's; without a window only
     window          keys a query sees, itself included; 0: all before it
     processors      multiprocessors to keep busy
     """
@@ -55,7 +62,13 @@ def paged_prefill(
     assert out.is_contiguous() and out.shape == q.shape
     group = heads // kv_heads
     padded = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, warps, stages = _tile(padded, q.dtype, tokens * group)
+    if own is None:
+        block_m, block_n, warps, stages = _tile(padded, q.dtype, tokens * group)
+        own_arguments = q, q, q, q, 0  # not used
+    else:
+        assert not window and dim == padded and own.k.shape == (tokens, kv_heads, dim)
+        block_m, block_n, warps, stages = own_keys.TILE
+        own_arguments = own.k, own.v, *own.tiles(block_n), own.k.stride(0)
     block_m = max(block_m, triton.next_power_of_2(group))
     block_q = block_m // group
     programs = (tokens // block_q + num_seqs) * kv_heads
@@ -77,6 +90,7 @@ def paged_prefill(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
+        *own_arguments,
         KV_HEADS=kv_heads,
         GROUP=group,
         DIM=dim,
@@ -86,6 +100,7 @@ def paged_prefill(
         BLOCK_Q=block_q,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        OWN=own is not None,
         SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
@@ -182,6 +197,11 @@ def _paged_prefill(
     q_row_stride,
     q_head_stride,
     table_stride,
+    own_k,
+    own_v,
+    own_k_tiles,
+    own_v_tiles,
+    own_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -191,6 +211,7 @@ def _paged_prefill(
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OWN: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -221,7 +242,8 @@ def _paged_prefill(
         other=0.0,
     )
 
-    # Keys [start, end) of this program; those of [start, whole) are before its first query, hence seen by all.
+    # Keys [start, end) of this program, by pages [start, paged_end); those of [start, whole) are before its first
+    # query, hence seen by all.
     start = 0
     end = cached + tl.minimum(first_query + BLOCK_Q, new)
     if WINDOW > 0:
@@ -230,10 +252,13 @@ def _paged_prefill(
         share = tl.cdiv(tl.cdiv(end - start, tl.num_programs(1)), BLOCK_N) * BLOCK_N
         start = start + tl.program_id(1) * share
         end = tl.minimum(start + share, end)
+    paged_end = end
+    if OWN:
+        paged_end = tl.minimum(end, cached)
     whole = start
+    seen_by_all = tl.minimum(end, cached + first_query + 1)
     if WINDOW == 0:
-        seen_by_all = tl.minimum(end, cached + first_query + 1)
-        whole = start + tl.maximum(seen_by_all - start, 0) // BLOCK_N * BLOCK_N
+        whole = start + tl.maximum(tl.minimum(seen_by_all, paged_end) - start, 0) // BLOCK_N * BLOCK_N
 
     table = block_tables + seq.to(tl.int64) * table_stride
     k_head = k_cache + kv_head * DIM
@@ -243,13 +268,18 @@ def _paged_prefill(
     values = tl.zeros([BLOCK_M, DIM_PADDED], dtype=tl.float32)
     for key in range(start, whole, BLOCK_N):
         total, peak, values = attend_keys(
-            queries, position, total, peak, values, key, end, table, k_head, v_head, scale,
+            queries, position, total, peak, values, key, paged_end, table, k_head, v_head, scale,
             KV_HEADS * DIM, DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, False, PRECISION,
         )  # fmt: skip
-    for key in range(whole, end, BLOCK_N):
+    for key in range(whole, paged_end, BLOCK_N):
         total, peak, values = attend_keys(
-            queries, position, total, peak, values, key, end, table, k_head, v_head, scale,
+            queries, position, total, peak, values, key, paged_end, table, k_head, v_head, scale,
             KV_HEADS * DIM, DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    if OWN:
+        total, peak, values = attend_own_keys(
+            queries, position, total, peak, values, tl.maximum(start, cached), seen_by_all, end, first_row - cached,
+            kv_head, own_k, own_v, own_k_tiles, own_v_tiles, own_stride, scale, DIM, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     values = values / tl.where(total > 0, total, 1.0)[:, None]

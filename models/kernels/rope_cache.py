@@ -41,17 +41,22 @@ class Rotation:
         return self.cos, self.sin, self.slots, *(self.norms or (unused, unused, 0.0))
 
 
-def rope_cache(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, *, num_heads: int) -> Tensor:
+def rope_cache(
+    qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, *, num_heads: int, in_place: bool = False
+) -> Tensor:
     """Rotated (and, with weights, normed) queries [T, Hq, D]; keys so treated and values go to the cache.
 
     qkv             [T, (Hq + 2 * Hkv) * D], query heads first, then key, then value heads
     k_cache, v_cache  [num_blocks, block_size, Hkv, D] contiguous
+    in_place        the result is qkv's own query heads, and its keys, too, are treated, but for rows without a slot:
+                    for own_keys.py. Else qkv is left as it is.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
     assert qkv.is_contiguous() and qkv.numel() == tokens * (num_heads + 2 * kv_heads) * dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    q = qkv.new_empty(tokens, num_heads, dim)
+    heads = qkv.view(tokens, num_heads + 2 * kv_heads, dim)
+    q = heads[:, :num_heads] if in_place else qkv.new_empty(tokens, num_heads, dim)
     if not tokens:
         return q
     block = _HEADS_PER_PROGRAM
@@ -67,6 +72,7 @@ def rope_cache(qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor
         HALF=dim // 2,
         HALF_PADDED=triton.next_power_of_2(dim // 2),
         NORMS=rotation.norms is not None,
+        IN_PLACE=in_place,
         BLOCK=block,
         num_warps=1,
         **overlap.launch_options(qkv.device, tokens),
@@ -107,6 +113,7 @@ def _rope_cache(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORMS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -118,12 +125,14 @@ def _rope_cache(
     program = tl.program_id(1)
     lane = tl.arange(0, HALF_PADDED)[None, :]
     in_half = lane < HALF
-    row = qkv + token * ((Q_HEADS + 2 * KV_HEADS) * DIM)
+    ROW: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * DIM
+    Q_ROW: tl.constexpr = ROW if IN_PLACE else Q_HEADS * DIM
+    row = qkv + token * ROW
 
     if program < Q_PROGRAMS:
         head = program * BLOCK + tl.arange(0, BLOCK)[:, None]
         first, second = _rotated(row, head, token, cos, sin, q_weight, eps, lane, in_half, Q_HEADS, HALF, NORMS)
-        target = q + token * (Q_HEADS * DIM) + head * DIM + lane
+        target = q + token * Q_ROW + head * DIM + lane
         inside = (head < Q_HEADS) & in_half
         tl.store(target, first.to(q.dtype.element_ty), mask=inside)
         tl.store(target + HALF, second.to(q.dtype.element_ty), mask=inside)
@@ -140,6 +149,10 @@ def _rope_cache(
                 inside = (head < KV_HEADS) & in_half
                 tl.store(target, first.to(k_cache.dtype.element_ty), mask=inside)
                 tl.store(target + HALF, second.to(k_cache.dtype.element_ty), mask=inside)
+                if IN_PLACE:
+                    source = keys + head * DIM + lane
+                    tl.store(source, first.to(qkv.dtype.element_ty), mask=inside)
+                    tl.store(source + HALF, second.to(qkv.dtype.element_ty), mask=inside)
             else:
                 head = (program - Q_PROGRAMS - KV_PROGRAMS) * BLOCK + tl.arange(0, BLOCK)[:, None]
                 source = row + (Q_HEADS + KV_HEADS) * DIM + head * DIM + lane
@@ -183,18 +196,3 @@ def _rotated(
     cos_second = tl.load(cos + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     sin_second = tl.load(sin + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
-
-
-@triton.jit
-def rotated_heads(rows, token, cos, sin, weight, eps, dim, inside, DIM: tl.constexpr, NORMS: tl.constexpr):
-    """fp32 [R, DIM_PADDED]: the heads at the pointers `rows` [R, 1], treated; what is not `inside` is 0."""
-    partner = (dim + DIM // 2) % DIM
-    within = dim < DIM
-    x = tl.load(rows + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    if NORMS:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x *= scale * tl.load(weight + dim, mask=within, other=0.0).to(tl.float32)[None, :]
-        other *= scale * tl.load(weight + partner, mask=within, other=0.0).to(tl.float32)[None, :]
-    x *= tl.load(cos + token * DIM + dim, mask=within, other=0.0).to(tl.float32)[None, :]
-    return x + other * tl.load(sin + token * DIM + dim, mask=within, other=0.0).to(tl.float32)[None, :]

@@ -6,6 +6,7 @@ small copy introduces a row, and a captured step finds all of it through the row
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ IN_PROMPT = 0x8000
 STREAM, TOP_P = 0, 1  # int64, float64
 TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = 4, 5, 8, 9, 10  # float32
 TOP_K, NUM_BIASES, PENALIZED, PROMPT_TOKENS, TRUNCATED = 6, 7, 11, 12, 13  # int32
+_ROW = struct.Struct("=Qd2f2i3f3i8x")  # in the order of the places; numpy would take each field by itself
 
 
 @dataclass(slots=True)
@@ -74,14 +76,11 @@ def pack(
 ) -> None:
     """Fill int64 [8]. stream: mix64(seed). temperature 0 is greedy, whatever else is set. top_k 0, top_p 1 and min_p 0
     keep all; a top_k of the vocabulary or more must be given as 0."""
-    singles, ints = row.view(np.float32), row.view(np.int32)
-    row[STREAM] = np.uint64(stream).view(np.int64)
-    row.view(np.float64)[TOP_P] = top_p
-    singles[TEMPERATURE], singles[MIN_P] = temperature, min_p
-    singles[REPETITION], singles[PRESENCE], singles[FREQUENCY] = repetition, presence, frequency
-    ints[TOP_K], ints[NUM_BIASES] = top_k, num_biases
-    ints[PENALIZED], ints[PROMPT_TOKENS] = penalized, num_prompt_tokens
-    ints[TRUNCATED] = temperature > 0 and (top_k > 0 or top_p < 1.0 or min_p > 0.0)
+    truncated = temperature > 0 and (top_k > 0 or top_p < 1.0 or min_p > 0.0)
+    _ROW.pack_into(
+        row.data, 0, stream, top_p, temperature, min_p, top_k, num_biases,
+        repetition, presence, frequency, penalized, num_prompt_tokens, truncated,
+    )  # fmt: skip
 
 
 def count_tokens(prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,8 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
     ) -> Tensor:
         """forward() from the projection's output qkv [T, (Hq + 2 * Hkv) * D]: norms the heads, where norms (of
-        queries, of keys, eps) are given, and rotates them by rope's (cos, sin), all fused with the cache write."""
+        queries, of keys, eps) are given, and rotates them by rope's (cos, sin), all fused with the cache write.
+        What qkv holds afterwards is undefined."""
         raise NotImplementedError(f"attention backend {self.name!r} has no forward_qkv")
 
     def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import kernels
 from models.layers.linear import Linear, copy_whole, new_parameter
+
+if TYPE_CHECKING:  # its import needs triton
+    from models.kernels.skinny import Added
 
 
 class RMSNorm(nn.Module):
@@ -50,12 +55,25 @@ class RMSNorm(nn.Module):
         total = torch.add(residual.float() if x.device.type == "cpu" else residual, x)
         return self.forward(total), total
 
-    def into(self, linear: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def after(self, linear: Linear, x: Tensor, residual: Tensor) -> Tensor | Added:
+        """linear(x), for into(): where a kernel can, with the residual added to it and this norm begun."""
+        if linear.few_rows is not None and linear.few_rows.takes_added(x.shape[0]):
+            return linear.few_rows.add(x, self._kernel.Norm(self.weight, self.eps, residual))
+        return linear(x)
+
+    def into(self, linear: Linear, x: Tensor | Added, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(linear(norm(x + residual)), x + residual), in one kernel where few rows have one; the second is x itself
-        without a residual."""
+        without a residual. An x of after() has its residual already."""
+        if not isinstance(x, Tensor):
+            return self._finish(linear, x)
         if linear.few_rows is not None and linear.few_rows.takes(x.shape[0], normed=True):
             return linear.few_rows(x, self._kernel.Norm(self.weight, self.eps, residual))
         if residual is None:
             return linear(self.forward(x)), x
         normed, total = self.add_and_norm(x, residual)
         return linear(normed), total
+
+    def _finish(self, linear: Linear, x: Added) -> tuple[Tensor, Tensor]:
+        if linear.few_rows is not None and linear.few_rows.takes_added(x.total.shape[0]):
+            return linear.few_rows(x)
+        return linear(self.forward(x.total)), x.total

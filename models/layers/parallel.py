@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from models.kernels.skinny import Added
+    from models.layers.layernorm import RMSNorm
     from models.layers.linear import Linear
     from models.layers.one_shot import OneShot
 
@@ -35,8 +37,13 @@ class AllReduce(Collective):
 
     one_shot: OneShot | None = None
 
-    def forward(self, linear: Linear, x: Tensor) -> Tensor:
-        """x [T, in] -> linear(x) [T, out], added up, on every rank."""
+    def forward(
+        self, linear: Linear, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor | Added:
+        """x [T, in] -> linear(x) [T, out], added up, on every rank. norm: the one that comes next, of that and the
+        residual, which a lone rank may begin already (RMSNorm.after)."""
+        if self.tp_size == 1 and norm is not None and residual is not None:
+            return norm.after(linear, x, residual)
         if self.tp_size == 1 or not x.shape[0]:  # a step that samples nothing ends without a row, on every rank
             return linear(x)
         room = self.one_shot.room(x.shape[0]) if self.one_shot is not None else None

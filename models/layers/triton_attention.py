@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from models.batch import ForwardBatch
+from models.kernels import own_keys
+from models.kernels.own_keys import OwnKeys
 from models.kernels.paged_decode import SplitWalk, decode_qkv, paged_decode
-from models.kernels.paged_keys import Partials, choose_splits
+from models.kernels.paged_keys import MOST_SPLITS, Partials, choose_splits
 from models.kernels.paged_prefill import WARM_UP_ROWS, paged_prefill
 from models.kernels.rope_cache import Rotation, rope_cache
 from models.layers.attention import AttentionBackend
+
+_MOST_COUNTERS = 1023  # sequences times KV heads of a step whose sequences are split
+# Where choose_splits does not split: keys of a part at least, and parts.
+_LONG_KEYS = 512
+_LONG_SPLITS = 4
 
 
 @dataclass(slots=True)
@@ -66,8 +73,11 @@ class TritonBackend(AttentionBackend):
         kv_heads, dim = k_cache.shape[2:]
         heads = qkv.shape[1] // dim - 2 * kv_heads
         if batch.num_decodes < qkv.shape[0]:
-            q = rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads)
-            return self._attend(q, k_cache, v_cache, scale, batch)
+            chunk_rows = (qkv.shape[0] - batch.num_decodes) * (heads // kv_heads)
+            in_place = own_keys.pays(chunk_rows, dim, qkv.dtype, qkv.device, self._window)
+            q = rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads, in_place=in_place)
+            own = OwnKeys.of(qkv, heads, kv_heads) if in_place else None
+            return self._attend(q, k_cache, v_cache, scale, batch, own)
         plan = self._plan(heads, k_cache, batch)
         out = torch.empty(qkv.shape[0], heads, dim, dtype=qkv.dtype, device=qkv.device)
         decode_qkv(
@@ -90,32 +100,58 @@ class TritonBackend(AttentionBackend):
         group, device = num_heads // kv_heads, k_cache.device
         for rows in WARM_UP_ROWS:
             tokens = max(1, rows // group)
-            q = torch.zeros(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
-            out = torch.empty_like(q)
+            qkv = torch.zeros(tokens, (num_heads + 2 * kv_heads) * dim, dtype=k_cache.dtype, device=device)
+            q = qkv.view(tokens, -1, dim)[:, :num_heads]
+            out = torch.empty(q.shape, dtype=q.dtype, device=device)
             lens = torch.tensor([tokens], dtype=torch.int32, device=device)
             start = torch.tensor([0, tokens], dtype=torch.int32, device=device)
             table = torch.zeros(1, -(-8192 // block_size), dtype=torch.int32, device=device)
+            own = None
+            if own_keys.pays(tokens * group, dim, q.dtype, device, self._window):
+                self._warm_up_rotation(qkv, num_heads, k_cache, v_cache)
+                own = OwnKeys.of(qkv, num_heads, kv_heads)
             for processors in (0, _processors(device)):
-                paged_prefill(q, k_cache, v_cache, start, lens, table, 1.0, out=out, window=self._window,
+                paged_prefill(q, k_cache, v_cache, start, lens, table, 1.0, out=out, own=own, window=self._window,
                               processors=processors)  # fmt: skip
-            self._warm_up_decodes(q[:1], k_cache, v_cache, lens, table)
+        for splits in (1, 2, MOST_SPLITS):
+            self._warm_up_decodes(splits, num_heads, k_cache, v_cache)
 
-    def _warm_up_decodes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, table: Tensor) -> None:
-        heads, kv_heads, dim = q.shape[1], *k_cache.shape[2:]
-        out = torch.empty_like(q)
-        qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=q.dtype, device=q.device)
-        angle = torch.zeros(1, dim, dtype=q.dtype, device=q.device)
-        nowhere = torch.full((1,), -1, dtype=torch.int64, device=q.device)
-        for splits in (1, 2):
-            split = self._split(1, heads, kv_heads, splits, dim, q.device)
-            options = {"out": out, "split": split, "window": self._window}
-            paged_decode(q, k_cache, v_cache, lens, table, 1.0, **options)
-            for norms in (None, (angle[0], angle[0], 1e-6)):
-                rotation = Rotation(angle, angle, nowhere, norms)
-                decode_qkv(qkv, rotation, k_cache, v_cache, lens, table, 1.0, **options)
+    def _warm_up_rotation(self, qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """In place, of rows without a slot."""
+        tokens, dim = qkv.shape[0], k_cache.shape[3]
+        angle = torch.zeros(tokens, dim, dtype=qkv.dtype, device=qkv.device)
+        nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=qkv.device)
+        for norms in (None, (angle[0], angle[0], 1e-6)):
+            rotation = Rotation(angle, angle, nowhere, norms)
+            rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads, in_place=True)
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, batch: ForwardBatch) -> Tensor:
-        """q [T, Hq, D] over the cache, which holds the step's own keys and values -> [T, Hq * D]."""
+    def _warm_up_decodes(self, splits: int, heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Of a sequence without tokens."""
+        kv_heads, dim = k_cache.shape[2:]
+        dtype, device = k_cache.dtype, k_cache.device
+        qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
+        q = qkv.view(1, -1, dim)[:, :heads]
+        lens, table = torch.zeros(2, 1, 1, dtype=torch.int32, device=device)
+        angle = torch.zeros(1, dim, dtype=dtype, device=device)
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
+        split = self._split(1, heads, kv_heads, splits, dim, device)
+        options = {"out": torch.empty(q.shape, dtype=dtype, device=device), "split": split, "window": self._window}
+        paged_decode(q, k_cache, v_cache, lens[:, 0], table, 1.0, **options)
+        for norms in (None, (angle[0], angle[0], 1e-6)):
+            rotation = Rotation(angle, angle, nowhere, norms)
+            decode_qkv(qkv, rotation, k_cache, v_cache, lens[:, 0], table, 1.0, **options)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        batch: ForwardBatch,
+        own: OwnKeys | None = None,
+    ) -> Tensor:
+        """q [T, Hq, D] over the cache, which holds the step's own keys and values -> [T, Hq * D]. own: those of q's
+        rows once more, for chunks to read instead."""
         plan = self._plan(q.shape[1], k_cache, batch)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = batch.num_decodes
@@ -139,6 +175,7 @@ class TritonBackend(AttentionBackend):
             plan.chunk_tables,
             scale,
             out=out[decodes:],
+            own=None if own is None else own.after(decodes),
             window=self._window,
             processors=_processors(q.device),
         )
@@ -156,26 +193,29 @@ class TritonBackend(AttentionBackend):
             context_lens = torch.tensor(batch.context_lens, dtype=torch.int32, device=device)
         decodes, kv_heads, dim = batch.num_decodes, *k_cache.shape[2:]
         longest = batch.block_tables.shape[1] * batch.block_size
-        splits = choose_splits(decodes * kv_heads, longest, _processors(device), least_keys=128)
+        splits, least_keys = choose_splits(decodes * kv_heads, longest, _processors(device), least_keys=128), 1
+        if splits == 1 and decodes * kv_heads <= _MOST_COUNTERS and longest >= _LONG_SPLITS * _LONG_KEYS:
+            # The card is full, but not so full that a sequence longer than the others would not keep it waiting.
+            splits, least_keys = _LONG_SPLITS, _LONG_KEYS
         plan = batch.scratch[self.name] = _Plan(
             query_start[decodes:],
             context_lens[:decodes],
             batch.block_tables[:decodes],
             context_lens[decodes:],
             batch.block_tables[decodes:],
-            self._split(decodes, heads, kv_heads, splits, dim, device),
+            self._split(decodes, heads, kv_heads, splits, dim, device, least_keys),
         )
         return plan
 
     def _split(
-        self, decodes: int, heads: int, kv_heads: int, splits: int, dim: int, device: torch.device
+        self, decodes: int, heads: int, kv_heads: int, splits: int, dim: int, device: torch.device, least_keys: int = 1
     ) -> SplitWalk | None:
         if splits == 1 or not decodes:
             return None
         if self._arrived is None or self._arrived.device != device:
-            # choose_splits splits no more than that; made in the warm-up, so that no graph's memory is in use for it.
-            self._arrived = torch.zeros(4 * _processors(device), dtype=torch.int32, device=device)
-        return SplitWalk(Partials.empty(decodes, heads, splits, dim, device), self._arrived)
+            # Made in the warm-up, so that no graph's memory is in use for it.
+            self._arrived = torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+        return SplitWalk(Partials.empty(decodes, heads, splits, dim, device), self._arrived, least_keys)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from engine.block_manager import KVSnapshot
+from engine.block_records import KVSnapshot
 from engine.events import BlockEvent
 from engine.outputs import Delta
 from engine.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from app.chat import BlankMessage, ChatBusy, ChatError, ChatNotFound, ChatService, ContextFull, ModelNotReady
+from app.page_show import list_row
 from app.records import full_ids
 from app.store import Store
 from engine.engine_thread import QueueFull
@@ -326,6 +327,16 @@ async def test_the_engine_gets_the_chats_settings_and_its_owner_slot(store):
     assert [r[2] for r in engine.requests] == [owner, chats.owner_slot(two), owner] and owner != chats.owner_slot(two)
 
 
+async def test_a_listed_chat_has_its_owner_slot_once_it_has_one_and_listing_gives_none(store):
+    chats = ChatService(store, ScriptedEngine())
+    asked, blank = await chats.new_chat("ann"), await chats.new_chat("ann")
+    await (await chats.send("ann", asked, "q")).wait()
+    for _ in range(2):
+        listed = {info.id: info.owner for info in await chats.list_chats("ann")}
+        assert listed == {asked: chats.owner_slot(asked), blank: 0} and listed[asked] > 0
+    assert list_row((await chats.search("ann", "q"))[0])["owner"] == chats.owner_slot(asked)
+
+
 async def test_blank_messages_and_messages_that_are_no_text_do_nothing(store):
     engine = ScriptedEngine()
     chats = ChatService(store, engine)
@@ -478,6 +489,15 @@ async def test_an_exported_chat_comes_back_with_all_branches_and_answers_on(stor
     final = await (await chats.send("bob", copy, "q3")).wait()
     assert final.figures.encoded_anew == 2
     assert len((await chats.open_chat("ann", chat)).turns) == 4
+
+
+async def test_a_chat_whose_stored_settings_are_no_longer_taken_opens_without_them(store):
+    chats = ChatService(store, ScriptedEngine())
+    chat = await chats.new_chat("ann")
+    await store.set_settings("ann", chat, {"stop": ["x" * 5000], "temperature": 0.1, "of_another_version": 1})
+    settings = (await chats.open_chat("ann", chat)).settings
+    assert (settings.stop, settings.temperature) == ((), 0.1)
+    await (await chats.send("ann", chat, "q")).wait()
 
 
 @pytest.mark.parametrize(

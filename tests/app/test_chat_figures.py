@@ -102,5 +102,7 @@ def test_owner_slots_are_stable_and_the_least_recently_used_is_given_on():
     a, b, c = (slots.slot(x) for x in "abc")
     assert sorted((a, b, c)) == [1, 2, 3]
     assert slots.slot("a") == a
+    assert slots.known("b") == b  # a look is no use
     assert slots.slot("d") == b  # "b" was not used for longest
+    assert slots.known("b") == 0
     assert (slots.slot("a"), slots.slot("c"), slots.slot("d")) == (a, c, b)

@@ -13,6 +13,7 @@ import pytest
 from app.chat import ChatError, ChatService
 from app.jobs import UPDATES_PER_SECOND
 from app.store import Store
+from engine.engine_thread import QueueFull
 from tests.app.scripted_engine import Script, ScriptedEngine
 
 LONG = Script("word " * 400, pace=0.004)
@@ -281,15 +282,26 @@ async def test_a_full_disk_does_not_end_a_reply_and_the_page_learns_of_it(store)
     assert (await chats.open_chat("ann", chat)).turns[-1].text == final.text
 
 
-async def test_a_reply_whose_last_save_failed_shows_as_cut_not_as_running_for_ever(store):
-    _, chats, chat, job = await begun(store, Script("x"))
-
-    async def save(*args):
+async def test_a_full_disk_refuses_a_new_chat_in_words(store, monkeypatch):
+    async def create(*_):
         raise sqlite3.OperationalError("database or disk is full")
 
-    store.save_turn = save
-    final = await job.wait()
-    assert final.done and "full" in final.unsaved
+    monkeypatch.setattr(store, "create_chat", create)
+    with pytest.raises(ChatError, match=r"database or disk is full.*nothing was changed"):
+        await ChatService(store, ScriptedEngine(scripts=[Script("x")])).new_chat("ann")
+
+
+async def test_a_reply_that_could_not_begin_and_not_be_taken_back_shows_as_cut_not_as_running_for_ever(store):
+    engine = ScriptedEngine(scripts=[Script("x")], refuse=QueueFull("too many"))
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+
+    async def withdraw(*args):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    store.withdraw_turns = withdraw
+    with pytest.raises(ChatError, match="full"):
+        await chats.send("ann", chat, "q")
     turn = (await chats.open_chat("ann", chat)).turns[-1]
     assert turn.status == "cut" and turn.can_continue
 

@@ -166,6 +166,22 @@ def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
         assert "Traceback" not in server.log()
 
 
+def test_a_signal_while_the_event_loop_is_made_ends_it_cleanly(tmp_path: Path, default_model_path: Path) -> None:
+    program = """
+import asyncio.selector_events as events, os, runpy, signal
+make = events.BaseSelectorEventLoop._make_self_pipe
+def interrupted(loop):
+    os.kill(os.getpid(), signal.SIGTERM)
+    make(loop)
+events.BaseSelectorEventLoop._make_self_pipe = interrupted
+runpy.run_path("app.py", run_name="__main__")
+"""
+    argv = ("--model", str(default_model_path))
+    with AppProcess(*argv, data_dir=tmp_path / "data", program=("-c", program)) as server:
+        assert server.process.wait(60) == 0, server.log()
+        assert "Traceback" not in server.log() and "ignored" not in server.log()
+
+
 def test_a_page_asked_for_while_it_is_being_built_comes_when_it_is_there(tmp_path: Path) -> None:
     with AppProcess(data_dir=tmp_path / "data") as server:
         server.wait_open()

@@ -66,6 +66,49 @@ async def test_models_lists_the_one_that_is_served(client: AsyncOpenAI) -> None:
         await client.models.retrieve("gpt-9")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "x" * 10**6},
+        {"x" * 10**6: 1},
+        {"temperature": "x" * 10**6},
+        {"n": 10**4000},
+        {"stop": "x" * 10**6},
+        {"stop": ["ok", {"x" * 10**6: 1}]},
+        {"logit_bias": {"x" * 10**6: 1}},
+        {"logit_bias": {"x" * 10**6: "y"}},
+        {"stop_token_ids": ["x" * 10**6]},
+        {"messages": [{"role": "x" * 10**6, "content": ""}]},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 10**6}]}]},
+        {"messages": [{"role": "user", "content": "", "x" * 10**6: 1}]},
+    ],
+)
+async def test_a_refusal_is_not_as_long_as_what_it_refuses(address: str, change: dict[str, Any]) -> None:
+    async with httpx.AsyncClient() as http:
+        answer = await http.post(
+            f"http://{address}/v1/chat/completions", json={"model": "standin", "messages": HELLO} | change
+        )
+        assert answer.status_code in (400, 404) and len(answer.content) < 1000, answer.content[:300]
+        assert all(len(str(text)) < 400 for text in answer.json()["error"].values())
+
+
+async def test_a_stop_string_that_is_too_long_is_refused_with_both_numbers(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"1,001 characters.*at most 1,000.*shorten it") as caught:
+        await client.chat.completions.create(model="standin", messages=HELLO, stop=["ok", "x" * 1001])
+    assert caught.value.param == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_is_not_served_is_not_found(
+    stream: bool, engine: StandInEngine, client: AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"'gpt-9'.*'standin'") as caught:
+        await client.chat.completions.create(model="gpt-9", messages=HELLO, stream=stream)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    assert caught.value.type == "invalid_request_error"
+    assert not engine.requests
+
+
 async def test_a_whole_reply_has_text_reason_and_usage(engine: StandInEngine, client: AsyncOpenAI) -> None:
     call = asyncio.ensure_future(client.chat.completions.create(model="standin", messages=HELLO))
     request = await engine.next_request()
@@ -190,7 +233,6 @@ BODY = {"model": "standin", "messages": HELLO}
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"model": "gpt-9"}, "model", "standin"),
         ({"model": None}, "model", "model"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "array"),

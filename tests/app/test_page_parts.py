@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import gradio as gr
@@ -9,37 +10,78 @@ import pytest
 
 from app.chat import ChatSettings, ChatView, Figures, TurnView
 from app.kv_panel import panel_value
-from app.page_arguments import as_message, as_text, as_turn_id, event_field, identity
-from app.page_tabs import REMEMBERED, Tabs
-from app.settings_form import FIELDS, is_unfilled, read_form, show_form
+from app.page_arguments import as_message, as_text, as_turn_id, choice_of, event_field, identity
+from app.page_tabs import REMEMBERED, Tab, Tabs
+from app.sent_messages import SentMessages
+from app.settings_form import FIELDS, is_unfilled, left_alone, read_form, show_form
 
 DEFAULTS = ChatSettings(temperature=0.2, max_tokens=512)
 
 
 def test_only_the_newest_event_of_a_tab_may_show():
-    tabs = Tabs()
-    old, new = tabs.show("tab", "a"), tabs.show("tab", "b")
-    assert not tabs.is_newest("tab", old) and tabs.is_newest("tab", new)
-    assert tabs.is_newest("other", tabs.show("other", "a")) and tabs.is_newest("tab", new)
+    tabs, tab, other = Tabs(), Tab("tab"), Tab("other")
+    old, new = tabs.show(tab, "a"), tabs.show(tab, "b")
+    assert not tabs.is_newest(tab, old) and tabs.is_newest(tab, new)
+    assert tabs.is_newest(other, tabs.show(other, "a")) and tabs.is_newest(tab, new)
+
+
+def test_an_event_from_before_the_reader_turned_to_another_chat_shows_nothing():
+    tabs, before, after = Tabs(), Tab("tab", 1), Tab("tab", 2)
+    assert tabs.show(before, "a") and not tabs.has_turned(before)
+    assert tabs.show(after, "b") and tabs.has_turned(before) and not tabs.has_turned(after)
+    assert tabs.show(before, "a") == 0 and not tabs.is_newest(before, 0) and tabs.shows(before) == "b"
+    assert tabs.show(after, "b") == tabs.newest(after)
 
 
 def test_a_reply_is_followed_only_in_the_tab_that_shows_its_chat():
-    tabs = Tabs()
-    assert tabs.follow("tab", "a") == 0
-    tabs.show("tab", "a")
-    first = tabs.follow("tab", "a")
-    assert tabs.is_newest("tab", first) and tabs.follow("tab", "b") == 0 and tabs.is_newest("tab", first)
-    tabs.show("tab", "b")
-    assert tabs.follow("tab", "a") == 0 and not tabs.is_newest("tab", first)
+    tabs, tab = Tabs(), Tab("tab")
+    assert tabs.follow(tab, "a") == 0
+    tabs.show(tab, "a")
+    first = tabs.follow(tab, "a")
+    assert tabs.is_newest(tab, first) and tabs.follow(tab, "b") == 0 and tabs.is_newest(tab, first)
+    tabs.show(tab, "b")
+    assert tabs.follow(tab, "a") == 0 and not tabs.is_newest(tab, first)
 
 
 def test_tabs_are_forgotten_in_the_order_of_their_last_use():
-    tabs = Tabs()
-    first = tabs.show("first", "a")
+    tabs, tab = Tabs(), Tab("first")
+    first = tabs.show(tab, "a")
     for n in range(REMEMBERED):
-        tabs.show(str(n), "a")
-    assert not tabs.is_newest("first", first)
-    assert tabs.shows("first") is None
+        tabs.show(Tab(str(n)), "a")
+    assert not tabs.is_newest(tab, first)
+    assert tabs.shows(tab) is None
+
+
+@pytest.mark.parametrize(("user", "choice"), [("0" * 32, 0), ("0" * 32 + ":17", 17), ("0" * 32 + ":x", 0), (None, 0)])
+def test_the_page_says_with_its_user_how_often_the_reader_has_turned_to_a_chat(user, choice):
+    assert choice_of(user) == choice
+    if choice:
+        assert identity(SimpleNamespace(username=None), user, login=False) == "0" * 32
+
+
+async def test_a_message_is_known_by_its_name_and_a_page_without_a_chat_by_what_it_became():
+    sent, page, name = SentMessages(), "new-" + "0" * 16, "1" * 16
+    assert await sent.became("ada", page) == "" and sent.taken_by("ada", name) == ""
+
+    async def send() -> None:
+        async with sent.sending("ada", page) as sender:
+            await asyncio.sleep(0)
+            assert not sender.chat, "two at once"
+            await asyncio.sleep(0)
+            sender.chat = "a"
+            sent.note("ada", name, "a")
+
+    sending = asyncio.create_task(send())
+    await asyncio.sleep(0)
+    assert await sent.became("ada", page) == "a"  # it waits for what is being sent
+    await sending
+    assert sent.taken_by("ada", name) == "a" and sent.taken_by("bob", name) == ""
+    assert await sent.became("bob", page) == ""
+    async with sent.sending("ada", "x" * 65) as other:
+        other.chat = "a"
+    assert await sent.became("ada", "x" * 65) == ""  # no name that a page has: not remembered
+    sent.note("ada", "no name of a message", "a")
+    assert sent.taken_by("ada", "no name of a message") == ""
 
 
 @pytest.mark.parametrize("user", [None, "", "A" * 32, "0" * 31, 7, "../../etc", "0" * 32 + "\n"])
@@ -58,6 +100,25 @@ def test_with_a_login_the_browsers_id_counts_for_nothing():
 def test_arguments_that_are_no_text_are_refused(value):
     with pytest.raises(gr.Error):
         as_text(value)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda long: as_text([long]),
+        lambda long: as_turn_id(long),
+        lambda long: ChatSettings(temperature=long),
+        lambda long: ChatSettings(stop=long),
+        lambda long: ChatSettings(thinking=long),
+        lambda long: ChatSettings(system_prompt=[long]),
+        lambda long: ChatSettings().changed({long: 1}),
+        lambda long: read_form([long if name == "top_k" else None for name in FIELDS], DEFAULTS),
+    ],
+)
+def test_a_refusal_is_not_as_long_as_what_it_refuses(refused):
+    with pytest.raises((gr.Error, ValueError)) as caught:
+        refused("x" * 1_000_000)
+    assert len(str(caught.value)) < 400 and "…" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["x", [1], {}, "1.5"])
@@ -158,3 +219,10 @@ def test_half_a_character_in_a_setting_cannot_make_its_chat_unreadable():
 def test_a_count_that_json_cannot_carry_is_refused(name: str):
     with pytest.raises(ValueError, match=f"{name}=.*at most 2,147,483,647"):
         DEFAULTS.changed({name: 10**30})
+
+
+def test_the_controls_that_were_left_alone_are_told_from_those_that_were_set() -> None:
+    form = show_form(DEFAULTS)
+    assert left_alone(form, DEFAULTS) == set(range(len(FIELDS)))
+    form[FIELDS.index("max_tokens")], form[FIELDS.index("temperature")] = "16", 0.9
+    assert {FIELDS[i] for i in left_alone(form, DEFAULTS)} == {*FIELDS} - {"max_tokens", "temperature"}

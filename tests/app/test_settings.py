@@ -64,6 +64,7 @@ EXAMPLES = {
     "data_dir": ("/tmp/elsewhere", Path("/tmp/elsewhere")),
     "api_key": ("k3y", "k3y"),
     "auth": ("ada:love:lace", ("ada", "love:lace")),
+    "allowed_hosts": ("Chat.example.org, *.example.net.", ("chat.example.org", "*.example.net")),
     "root_path": ("/x/", "/x"),
 }
 

@@ -89,6 +89,27 @@ def test_new_folders_are_for_their_owner_only(tmp_path):
     assert (tmp_path / "data").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("umask", [0, 0o022])
+async def test_in_a_folder_open_to_others_the_database_and_its_journals_are_for_their_owner_only(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        store = Store(tmp_path)
+        await fill(store)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        store.close()
+    finally:
+        os.umask(before)
+    assert {DATABASE_NAME, f"{DATABASE_NAME}-wal", f"{DATABASE_NAME}-shm"} <= set(modes)
+    assert set(modes.values()) == {0o600}
+
+
+def test_the_mode_of_a_database_that_is_there_already_stays(tmp_path):
+    Store(tmp_path).close()
+    (tmp_path / DATABASE_NAME).chmod(0o640)
+    Store(tmp_path).close()
+    assert (tmp_path / DATABASE_NAME).stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("damage", ["not sqlite", "truncated", "page overwritten"])
 async def test_a_damaged_database_is_refused_in_one_line_and_left_as_it_is(tmp_path, damage):
     store = Store(tmp_path)

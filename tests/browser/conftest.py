@@ -65,12 +65,16 @@ def chromium() -> Iterator[object]:
 
 @pytest.fixture
 def profile(chromium) -> Iterator[Callable[..., object]]:
-    """profile(**options) -> a new browser profile: another user. Errors of the page's scripts fail the test."""
+    """profile(**options) -> a new browser profile: another user. Errors of the page's scripts fail the test.
+
+    scripts: run in each of its pages before the page's own."""
     contexts, errors = [], []
 
-    def make(**options):
+    def make(scripts=(), **options):
         context = chromium.new_context(**({"viewport": {"width": 1400, "height": 860}} | options))
         context.set_default_timeout(60_000)
+        for script in scripts:
+            context.add_init_script(script)
         context.on("weberror", lambda error: errors.append(str(error.error)))
         contexts.append(context)
         return context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -10,9 +11,11 @@ from playwright.sync_api import expect
 from chatting import (
     ask,
     last_reply,
+    late_events,
     limit_replies,
     message_box,
     open_page,
+    open_settings,
     replies,
     send,
     wait_for_replies,
@@ -23,19 +26,47 @@ from server_process import Cable, Server
 pytestmark = pytest.mark.browser
 
 MARK = "window.notReloaded = true"
+# A socket that is set dead goes silent, and the server does not learn that the page is gone.
+DEAD_SOCKETS = """
+window.WebSocket = class extends WebSocket {
+  constructor(...args) { super(...args); (window.sockets ??= []).push(this); }
+  set onmessage(f) { super.onmessage = (e) => { if (!this.dead) f(e); }; }
+  close() { if (!this.dead) super.close(); }
+};"""
+# The answers to messages that were sent are lost while window.losing is set.
+LOST_ANSWERS = """
+window.WebSocket = class extends WebSocket {
+  set onmessage(f) { super.onmessage = (e) => { if (!window.losing || !/"sent":\\{"/.test(e.data)) f(e); }; }
+};"""
+# No socket for the events gets through.
+NO_SOCKETS = """
+const Socket = WebSocket;
+window.WebSocket = class {
+  constructor(url) {
+    if (!/stream/.test(url)) return new Socket(url);
+    setTimeout(() => this.onclose?.({}));
+  }
+  close() {}
+};"""
+
+
+def letters(text: str) -> str:
+    """What the page shows of a text as it is stored, too."""
+    return re.sub("[^A-Za-z]", "", text)
 
 
 def test_a_reload_in_mid_stream_attaches_again_and_the_text_is_whole(server, profile):
-    page = open_page(profile(), server.url, max_tokens=100)
-    send(page, "Tell me about bridges.")
+    page = open_page(profile(), server.url, max_tokens=300)
+    send(page, "Write a long story about bridges.")
     before = wait_for_streaming(page)
     page.reload()
     after = wait_for_streaming(page)
     assert after.startswith(before[:20])
+    page.locator("#stop").click()
     assert int(wait_for_replies(page, 1)["out"]) > 0
     assert last_reply(page).startswith(before[:20])
-    page.locator("#settings > button").click()
-    expect(page.locator("#max-tokens textarea, #max-tokens input")).to_have_value("100")
+    open_settings(page)
+    expect(page.locator("#max-tokens textarea, #max-tokens input")).to_have_value("300")
 
 
 def test_a_network_lost_for_three_seconds_is_caught_up_without_a_reload(server, profile, cable):
@@ -59,6 +90,29 @@ def test_a_network_lost_for_three_seconds_is_caught_up_without_a_reload(server, 
     wait_for_replies(page, 2)
 
 
+def test_a_reply_that_a_full_disk_does_not_take_stays_whole_and_is_saved_once_there_is_room(server, profile):
+    page = open_page(profile(), server.url, max_tokens=60)
+    send(page, "Tell me about ships.")
+    wait_for_streaming(page)
+    unsaved = page.locator("#chat .pt-note")
+    with server.full_disk():
+        wait_for_replies(page, 1)
+        expect(unsaved).to_contain_text("not on disk yet")
+        whole = last_reply(page)
+        assert letters(whole) not in map(letters, server.stored_replies())
+        page.reload()
+        expect(unsaved).to_contain_text("not on disk yet")
+        assert last_reply(page) == whole
+        message_box(page).fill("And then?")
+        message_box(page).press("Enter")
+        expect(page.locator(".pt-notice")).to_contain_text("last reply of this chat is not on disk yet")
+        expect(message_box(page)).to_have_value("And then?")
+    expect(unsaved).to_have_count(0)  # without a click
+    assert last_reply(page) == whole and letters(whole) in map(letters, server.stored_replies())
+    message_box(page).press("Enter")
+    wait_for_replies(page, 2)
+
+
 def test_what_is_sent_without_a_network_is_kept_and_can_be_sent_later(server, profile, cable):
     page = open_page(profile(), cable.url)
     ask(page, "Hello.")
@@ -71,6 +125,80 @@ def test_what_is_sent_without_a_network_is_kept_and_can_be_sent_later(server, pr
     expect(page.locator(".pt-state")).to_have_text("")
     message_box(page).press("Enter")
     wait_for_replies(page, 2)
+
+
+def test_a_message_sent_while_the_stream_of_events_ends_is_answered(server, profile):
+    page = open_page(profile(scripts=[late_events(1000, "close_stream")]), server.url)
+    page.wait_for_timeout(1500)
+    for number in range(1, 4):
+        page.evaluate("pageturn.send('search', { text: '' })")
+        page.wait_for_timeout(300)  # the server has ended the stream, and the page does not know
+        send(page, f"Count to {number}.")
+        wait_for_replies(page, number)
+
+
+def test_a_page_back_on_a_network_reads_on_while_the_server_still_writes_to_its_old_connection(server, profile):
+    page = open_page(profile(scripts=[DEAD_SOCKETS]), server.url, max_tokens=150)
+    send(page, "Write a story about a lighthouse.")
+    before = wait_for_streaming(page)
+    page.evaluate("sockets.forEach((socket) => { socket.dead = true; }); window.dispatchEvent(new Event('online'))")
+    assert int(wait_for_replies(page, 1)["out"]) > 0
+    assert last_reply(page).startswith(before[:20])
+    ask(page, "And about a ship?")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["a first message", "a second message"])
+def test_a_message_whose_answer_is_lost_shows_once_the_page_is_back_and_is_sent_once(server, profile, first):
+    page = open_page(profile(scripts=[LOST_ANSWERS]), server.url)
+    if not first:
+        ask(page, "Hello.")
+    page.evaluate("window.losing = true")
+    with page.expect_response(re.compile("/queue/join")):
+        message_box(page).fill("Are you there?")
+        message_box(page).press("Enter")
+    page.wait_for_timeout(1000)
+    page.evaluate("window.losing = false; window.dispatchEvent(new Event('online'))")
+    wait_for_replies(page, 1 if first else 2)
+    expect(message_box(page)).to_have_value("")
+    message_box(page).press("Enter")
+    ask(page, "And now?")
+    texts = ["Are you there?", "And now?"] if first else ["Hello.", "Are you there?", "And now?"]
+    expect(page.locator("#chat .user")).to_have_text(texts)
+    assert "chat=" in page.url and len(page.locator(".pt-chat").all()) == 1
+
+
+def test_where_no_sockets_get_through_events_come_over_http_and_survive_a_change_of_network(server, profile):
+    page = open_page(profile(scripts=[NO_SOCKETS]), server.url, max_tokens=100)
+    send(page, "Write a story about a river.")
+    before = wait_for_streaming(page)
+    page.evaluate("window.dispatchEvent(new Event('online'))")
+    wait_for_replies(page, 1)
+    assert last_reply(page).startswith(before[:20])
+
+
+def test_a_server_that_refuses_for_want_of_room_is_not_asked_again_and_again(server, profile):
+    page = open_page(profile(), server.url)
+    asked = []
+
+    def refuse(route):
+        asked.append(route.request.url)
+        route.fulfill(status=503, content_type="application/json", body='{"detail": "4,000 pages are busy"}')
+
+    page.route(re.compile("/queue/join"), refuse)
+    message_box(page).fill("Is there room?")
+    message_box(page).press("Enter")
+    expect(page.get_by_text("busy").first).to_be_visible()
+    page.wait_for_timeout(2000)
+    assert len(asked) == 1
+    page.unroute(re.compile("/queue/join"))
+    page.evaluate("pageturn.send('resync', { ready: true })")
+    page.wait_for_timeout(1000)
+    expect(message_box(page)).to_have_value("Is there room?")
+    message_box(page).press("End")
+    message_box(page).press_sequentially(" Please.")
+    message_box(page).press("Enter")
+    wait_for_replies(page, 1)
+    expect(page.locator("#chat .user")).to_have_text("Is there room? Please.")
 
 
 def test_the_server_restarts_under_an_open_tab(own_server, profile):
@@ -148,19 +276,30 @@ def test_the_page_works_under_a_path_of_a_proxy(server_args, profile, tmp_path):
 
 def test_a_login_is_the_identity_and_guards_page_and_sockets(server_args, profile, tmp_path):
     server = Server(tmp_path / "data", *server_args, "--auth", "ada:secret word").start()
+
+    def log_in(page):
+        page.get_by_label("username").fill("ada")
+        page.get_by_label("password").fill("secret word")
+        page.get_by_role("button", name="Login").click()
+        expect(page.locator(".pt-chats li").first).to_be_attached()
+
     try:
         for _ in range(2):  # another browser, the same person
             context = profile()
             page = context.new_page()
             page.goto(server.url)
-            page.get_by_label("username").fill("ada")
-            page.get_by_label("password").fill("secret word")
-            page.get_by_role("button", name="Login").click()
-            expect(page.locator(".pt-chats li").first).to_be_attached()
+            log_in(page)
             limit_replies(page, 8)
             ask(page, "Who am I?")
             expect(page.locator(".pt-legend .pt-cached + span")).not_to_have_text("cached 0")
         expect(page.locator(".pt-chat")).to_have_count(2)
+        # A server that starts anew knows no login: an open tab asks for it, by itself, and keeps what was typed.
+        message_box(page).fill("And who are you?")
+        server.end()
+        server.start()
+        log_in(page)
+        expect(message_box(page)).to_have_value("And who are you?")
+        expect(replies(page)).to_have_count(1)
     finally:
         server.end()
 

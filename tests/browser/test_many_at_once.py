@@ -21,43 +21,45 @@ pytestmark = pytest.mark.browser
 
 
 def test_two_chats_stream_at_once_and_nothing_is_mixed(server, profile):
-    page = open_page(profile(), server.url, max_tokens=60)
-    send(page, "Tell me about apples.")
+    page = open_page(profile(), server.url, max_tokens=300)
+    send(page, "Write a long story about apples.")
     wait_for_streaming(page)
     apples = chat_id(page)
     page.locator("#new-chat").click()
     expect(page.locator("#chat .user")).to_have_count(0)
     expect(page.locator("#stop")).to_be_hidden()
-    send(page, "Tell me about submarines.")
+    send(page, "Write a long story about submarines.")
     wait_for_streaming(page)
     assert server.health()["running"] >= 2
 
     page.locator(f".pt-chat[data-id='{apples}'] .pt-pick").click()
-    expect(page.locator("#chat .user")).to_have_text("Tell me about apples.")
-    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator("#chat .user")).to_have_text("Write a long story about apples.")
+    page.locator("#stop").click()
     wait_for_replies(page, 1)
-    expect(page.locator("#chat .user")).to_have_text("Tell me about apples.")
+    expect(page.locator("#chat .user")).to_have_text("Write a long story about apples.")
     about_apples = last_reply(page)
     page.locator(".pt-chat:not(.pt-open) .pt-pick").click()
-    expect(page.locator("#chat .user")).to_have_text("Tell me about submarines.")
+    expect(page.locator("#chat .user")).to_have_text("Write a long story about submarines.")
+    page.locator("#stop").click()
     wait_for_replies(page, 1)
     assert last_reply(page) != about_apples
     page.go_back()
-    expect(page.locator("#chat .user")).to_have_text("Tell me about apples.")
+    expect(page.locator("#chat .user")).to_have_text("Write a long story about apples.")
     assert last_reply(page) == about_apples
 
 
 def test_two_people_stream_at_once_and_never_see_each_other(server, profile):
-    ada, bob = open_page(profile(), server.url, 60), open_page(profile(), server.url, 60)
-    send(ada, "Ada's question about violins.")
-    send(bob, "Bob's question about tractors.")
+    ada, bob = open_page(profile(), server.url, 300), open_page(profile(), server.url, 300)
+    send(ada, "Write a long story about violins.")
+    send(bob, "Write a long story about tractors.")
     wait_for_streaming(ada)
     wait_for_streaming(bob)
     assert server.health()["running"] >= 2
-    wait_for_replies(ada, 1)
-    wait_for_replies(bob, 1)
-    assert titles(ada) == ["Ada's question about violins."]
-    assert titles(bob) == ["Bob's question about tractors."]
+    for person in (ada, bob):
+        person.locator("#stop").click()
+        wait_for_replies(person, 1)
+    assert titles(ada) == ["Write a long story about violins."]
+    assert titles(bob) == ["Write a long story about tractors."]
     bob.goto(f"{server.url}/?chat={chat_id(ada)}")
     expect(bob.locator(".pt-notice")).to_contain_text("does not exist")
     expect(bob.locator("#chat .user")).to_have_count(0)
@@ -109,12 +111,13 @@ def test_a_second_message_to_an_answering_chat_is_refused_and_kept(server, profi
 
 def test_a_second_tab_shows_the_same_chat_while_it_streams(server, profile):
     context = profile()
-    page = open_page(context, server.url, max_tokens=60)
-    send(page, "Tell me about the moon.")
+    page = open_page(context, server.url, max_tokens=300)
+    send(page, "Write a long story about the moon.")
     wait_for_streaming(page)
     second = context.new_page()
     second.goto(page.url)
     wait_for_streaming(second)
+    second.locator("#stop").click()
     wait_for_replies(second, 1)
     wait_for_replies(page, 1)
     assert last_reply(second) == last_reply(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from playwright.sync_api import expect
 
-from chatting import ask, limit_replies, message_box, open_page, replies, send, wait_for_replies, wait_for_streaming
+from chatting import (
+    LONG,
+    ask,
+    limit_replies,
+    message_box,
+    open_page,
+    replies,
+    send,
+    wait_for_replies,
+    wait_for_streaming,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -183,3 +194,78 @@ def test_a_long_chat_loads_its_end_first_and_stays_fluid(server, profile, tmp_pa
     assert slow < 150, f"{slow:.0f} ms from key to screen"
     page.locator("#stop").click()
     expect(page.locator("#stop")).to_be_hidden()
+
+
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
+def test_stop_stands_in_the_message_boxs_row(server, profile, viewport):
+    page = open_page(profile(viewport=viewport), server.url, max_tokens=None)
+    idle = page.locator("#message").bounding_box()
+    send(page, "Tell a very long story about a lighthouse.")
+    wait_for_streaming(page)
+    box, stop = page.locator("#message").bounding_box(), page.locator("#stop").bounding_box()
+    page.locator("#stop").click()
+    assert box["height"] == idle["height"]
+    assert stop["x"] >= box["x"] + box["width"] and stop["x"] + stop["width"] <= viewport["width"]
+    assert (stop["y"], stop["height"]) == pytest.approx((box["y"], box["height"]), abs=1)
+
+
+@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
+def test_a_message_is_edited_in_a_wide_box_and_the_arrows_between_branches_can_be_hit(server, profile, viewport):
+    page = open_page(profile(), server.url, max_tokens=4)
+    page.set_viewport_size(viewport)
+    ask(page, "Hi.")
+    page.get_by_label("Edit").first.click()
+    box = page.locator("#chat .user textarea")
+    log = page.locator("#chat [role=log]").bounding_box()
+    assert box.bounding_box()["width"] > 0.7 * log["width"]
+    one_line = box.bounding_box()["height"]
+    box.fill("Ho.\n" * 6)
+    assert one_line < box.bounding_box()["height"] < 0.5 * viewport["height"]
+    page.get_by_label("Submit").click()
+    arrow = page.get_by_title("earlier message")
+    expect(arrow).to_be_visible(timeout=LONG)
+    for link in page.locator("#chat .pt-links a").all():
+        size = link.bounding_box()
+        assert size["width"] >= 24 and size["height"] >= 24, link.inner_text()
+    arrow.click()
+    expect(page.locator("#chat .user")).to_have_text("Hi.")
+
+
+@pytest.mark.parametrize("height", [800, 640])
+def test_the_events_are_in_view_beside_the_chat_without_scrolling(server, profile, height):
+    page = open_page(profile(viewport={"width": 1280, "height": height}), server.url, max_tokens=4)
+    for word in ("one", "two", "three"):
+        ask(page, f"Say {word}.")
+    expect(page.locator(".pt-events li")).to_have_count(5)
+    assert page.locator("#panel-column").evaluate("e => e.scrollTop") == 0
+    events = page.locator(".pt-events").bounding_box()
+    assert events["y"] > 0 and events["y"] + events["height"] <= height
+    lines = [line.bounding_box() for line in page.locator(".pt-events li").all()]
+    assert lines[3]["y"] + lines[3]["height"] <= height
+    # What the events lie over can be scrolled out from under them.
+    page.locator("#panel-column").evaluate("e => e.scrollTo(0, e.scrollHeight)")
+    spark, over = page.locator(".pt-spark").bounding_box(), page.locator(".pt-happened").bounding_box()
+    assert spark["y"] + spark["height"] <= over["y"]
+
+
+def test_the_panel_tells_ones_other_chats_from_strangers(server, profile):
+    story = "Tell a long story in which a tern, a heron and an otter look for the mouth of their river in autumn."
+    mine = profile()
+    other_tab, stranger = open_page(mine, server.url), open_page(profile(), server.url)
+    page = open_page(mine, server.url)
+    ask(page, story)
+    page.locator("#new-chat").click()
+    expect(page.locator("#chat .user")).to_have_count(0)
+    limit_replies(page, 400)
+    send(page, story)
+    wait_for_streaming(page)
+    some = re.compile(r" [1-9]\d*$")
+    expect(page.locator(".pt-legend .pt-yours + span")).to_have_text(re.compile(r"^your other chats [1-9]\d*$"))
+    expect(stranger.locator(".pt-legend .pt-others + span")).to_have_text(some)
+    expect(stranger.locator(".pt-legend .pt-yours + span")).to_have_text("your other chats 0")
+    expect(stranger.locator(".pt-events")).to_contain_text("another chat took")
+    other_tab.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the reader comes back to it
+    expect(other_tab.locator(".pt-legend .pt-yours + span")).to_have_text(some)
+    expect(other_tab.locator(".pt-events")).to_contain_text("another of your chats took")
+    page.locator("#stop").click()
+    wait_for_replies(page, 1)

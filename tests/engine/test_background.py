@@ -29,12 +29,12 @@ def test_background_work_in_every_slot_gives_way_in_one_step_keeps_its_blocks_an
     driver = Driver(history_engine(64, 4, max_num_seqs=2, max_num_batched_tokens=16))
     slow = [driver.add([i] * 6, 20, BACKGROUND) for i in (1, 2)]
     driver.step(4)
-    tables = [list(driver.engine._live[i].block_table) for i in slow]
+    tables = [list(driver.engine.requests.live[i].block_table) for i in slow]
     urgent = [driver.add([i] * 5, 6) for i in (3, 4)]
     for _ in range(6):
         driver.step()
         assert sorted(planned(driver)) == urgent, "both slots are theirs, from the first step on"
-        assert [list(driver.engine._live[i].block_table) for i in slow] == tables
+        assert [list(driver.engine.requests.live[i].block_table) for i in slow] == tables
     driver.step()
     assert sorted(planned(driver)) == slow, "nothing else is left"
     driver.drain()

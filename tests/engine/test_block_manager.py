@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine import block_manager
-from engine.block_manager import ACTIVE, CACHED, FREE, BlockManager
+from engine import prefix_index
+from engine.block_manager import BlockManager
+from engine.block_records import ACTIVE, CACHED, FREE
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -64,13 +65,7 @@ def test_another_salt_does_not_hit() -> None:
 
 
 def test_a_hash_collision_does_not_serve_another_prompts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Colliding:
-        def __init__(self, data: bytes) -> None: ...
-        def update(self, data: bytes) -> None: ...
-        def digest(self) -> bytes:
-            return b"same"
-
-    monkeypatch.setattr(block_manager.xxhash, "xxh3_128", Colliding)
+    monkeypatch.setattr(prefix_index.xxhash, "xxh3_128_digest", lambda data: b"same")
     blocks = BlockManager(8, 4)
     blocks.release(run(blocks, sequence([1, 2, 3, 4, 5])))
     assert blocks.match_prefix(sequence([9, 9, 9, 9, 5], 2)) == []

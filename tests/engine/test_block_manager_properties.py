@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_manager import CACHED, BlockManager
+from engine.block_manager import BlockManager
+from engine.block_records import CACHED
 from engine.explain import explain
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -126,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.blocks.unpin(owner)
         assert owner not in self.blocks.pins
 
-    @precondition(lambda self: self.blocks._kept)
+    @precondition(lambda self: self.blocks._idle.kept)
     @rule()
     def give_a_pin_up(self) -> None:
         owners = self.blocks.pins.owners()

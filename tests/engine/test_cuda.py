@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,40 @@ def test_graphs_take_no_more_memory_than_was_set_aside(tiny_qwen3: Path, caplog:
     used, limit = map(int, re.findall(r"(-?[0-9]+) MiB [(]at most ([0-9]+)[)]", line)[0])
     assert used <= limit and "left out" not in line, line
     llm.exit()
+
+
+def test_the_largest_step_stays_within_the_share_of_the_card_given(make_tiny_model: Callable[..., Path]) -> None:
+    """256 prompts of 32 tokens, all drawn with penalties, truncated and scored, with a pool that fills the card."""
+    vocab = 151_936
+    folder = make_tiny_model(
+        "qwen3", vocab_size=vocab, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+    )  # fmt: skip
+    others = used_bytes()
+    llm = LLM(folder, device="cuda", dtype="bfloat16", max_num_seqs=256, gpu_memory_utilization=0.9)
+    total = torch.cuda.mem_get_info()[1]
+    assert used_bytes() > 0.8 * total, "the pool fills the card"
+    torch.cuda.reset_peak_memory_stats()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    demanding = SamplingParams(
+        top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, logit_bias={7: 1.0},
+        logprobs=20, max_tokens=3, ignore_eos=True,
+    )  # fmt: skip
+    rng = random.Random(3)
+    ids = [llm.add_request([rng.randrange(vocab) for _ in range(32)], demanding) for _ in range(256)]
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {out.request_id: out for out in llm.step()}
+    assert [outputs[i].finish_reason for i in ids] == ["length"] * 256
+    outside_torch = used_bytes() - torch.cuda.memory_reserved()
+    assert outside_torch + torch.cuda.max_memory_reserved() <= 0.9 * total + 2**26, f"{others} bytes were in use before"
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
+    llm.exit()
+
+
+def used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def test_a_card_is_picked_with_bf16_and_triton(tiny_qwen3: Path) -> None:

@@ -443,7 +443,7 @@ async def test_books_that_do_not_balance_stop_the_engine(
 ) -> None:
     monkeypatch.setattr(engine_thread, "_IDLE_CHECK_SECONDS", 0.02)
     await read(engine.submit([1, 2, 3, 4, 5], tokens(3)))
-    bench.engines[0].blocks._refcount[3] += 1
+    bench.engines[0].blocks._records.refcount[3] += 1
     await read(engine.submit([1, 2, 3, 4, 5], tokens(3)))
     await until(lambda: engine.status().error is not None, 2)
     assert "block 3 has refcount" in engine.status().error

@@ -104,6 +104,22 @@ def test_a_prompt_that_no_request_could_have_is_refused(prompt: list[int]) -> No
         history_engine(8, 4).explain(prompt)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "longest"), [(16, 10, 9), (2, 64, 8)], ids=["max_model_len", "pool"]
+)
+def test_a_prompt_that_could_never_be_served_is_refused_in_the_words_its_request_ends_with(
+    num_blocks: int, max_model_len: int, longest: int
+) -> None:
+    engine = history_engine(num_blocks, 4, max_model_len=max_model_len)
+    assert engine.explain([1] * longest).num_missing == 0
+    engine.add_request([1] * (longest + 1))
+    (ended,) = engine.step()
+    assert ended.finish_reason == "error" and ended.error is not None
+    with pytest.raises(ValueError) as caught:
+        engine.explain([1] * (longest + 1))
+    assert str(caught.value) == ended.error
+
+
 PROMPTS = st.builds(
     lambda head, middle, tail: [1, 2, 3, 4, 5, 6, 7, 8][:head] * middle + tail,
     st.integers(0, 8),
@@ -142,10 +158,11 @@ def test_what_it_tells_is_what_happens(
     blocks = engine.blocks
     before = copy.deepcopy(blocks)
     found = engine.explain(prompt, salt)
-    for name in ("_empty", "_cached", "_kept", "_content", "_index"):
-        assert list(getattr(blocks, name)) == list(getattr(before, name)), f"explain changed {name}"
-    for name in ("_state", "_refcount", "_hits", "_last_use", "_last_hit"):
-        assert (getattr(blocks, name) == getattr(before, name)).all(), f"explain changed {name}"
+    for name in ("empty", "cached", "kept"):
+        assert list(getattr(blocks._idle, name)) == list(getattr(before._idle, name)), f"explain changed {name}"
+    assert blocks._index.contents == before._index.contents and not blocks._index.problems()
+    for name, records in vars(before._records).items():
+        assert (getattr(blocks._records, name) == records).all(), f"explain changed {name}"
 
     # The difference, told from the pool's content alone: the longest agreement of any chain of this salt.
     agreed = found.num_hit_tokens if found.first_difference is None else found.first_difference
@@ -174,5 +191,6 @@ def test_what_it_tells_is_what_happens(
         told[owner] = told.get(owner, 0) + 1
     assert evicted == told
     # And they are those blocks: what they held is gone, and what all others held is not.
-    lost = [b for b in range(num_blocks) if before._content[b] is not None and blocks._content[b] != before._content[b]]
+    held, holds = before._index.contents, blocks._index.contents
+    lost = [b for b in range(num_blocks) if held[b] is not None and holds[b] != held[b]]
     assert set(lost) <= {block for block, _ in found.evicted}

@@ -84,7 +84,7 @@ def test_an_exception_of_the_runner_for_one_request_leaves_the_others_their_toke
     undisturbed = llm.generate(PROMPTS, params, use_tqdm=False)
     llm.engine.blocks.clear_cache()
     collect, launches = ModelRunner.collect, 0
-    guilty = max(llm.engine._live, default=0)
+    guilty = max(llm.engine.requests.live, default=0)
 
     def failing(self: ModelRunner, handle: Any) -> list[int]:
         nonlocal launches, guilty

@@ -48,7 +48,7 @@ class Client:
     def __init__(self, num_blocks: int = 64) -> None:
         self.engine, _ = faulty_engine(num_blocks, 4)
         self.runner = Recorder(num_blocks, 4)
-        self.engine.runner = self.engine.executor._runner = self.runner
+        self.engine.runner = self.engine.executor._runner = self.engine.requests.runner = self.runner
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_manager import CACHED, BlockManager
+from engine.block_manager import BlockManager
+from engine.block_records import CACHED
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from history_model import history_engine
@@ -189,7 +190,7 @@ def test_a_block_whose_content_is_withdrawn_loses_its_pin() -> None:
     engine.pin(1)
     engine.add_request(CHAT[:9], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
-    engine.blocks._forget(min(engine.blocks.pins.blocks(1)))
+    engine.blocks._forget([min(engine.blocks.pins.blocks(1))])
     engine.check_integrity()
     assert len(engine.blocks.pins.blocks(1)) == engine.blocks.pins.num_blocks == 1
 
@@ -201,8 +202,8 @@ def test_the_integrity_check_finds_a_pin_that_was_lost() -> None:
     block = next(iter(engine.blocks.pins.blocks(1)))
     for damage in (
         lambda b: b.pins.counts.__setitem__(block, 0),
-        lambda b: b._cached.__setitem__(block, None),
-        lambda b: b._content.__setitem__(block, None),
+        lambda b: b._idle.cached.__setitem__(block, None),
+        lambda b: b._index.contents.__setitem__(block, None),
         lambda b: setattr(b.pins, "limit", 1),
     ):
         damaged = _copy(engine.blocks)

@@ -41,6 +41,7 @@ def test_the_defaults_sample_from_the_plain_distribution():
         *[("stop", v, "string or a list of strings") for v in (5, {"a": 1}, None, b"x")],
         *[("stop", v, "at least one character") for v in ([""], "", ["a", None], [3])],
         ("stop", ["x"] * 17, "at most 16"),
+        ("stop", ["x" * 1001], "1,001 characters"),
         *[("ignore_eos", v, "True or False") for v in (1, "yes", None)],
     ],
 )
@@ -52,7 +53,21 @@ def test_a_value_out_of_range_is_refused_with_field_value_and_range(field, bad, 
     assert field in message
     assert limit in message
     shown = bad[0] if isinstance(bad, list) and len(bad) == 1 else bad
-    assert repr(shown) in message or "17 strings" in message or "stop holds" in message
+    assert repr(shown)[:79] in message or "17 strings" in message or "stop holds" in message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias"]
+)
+def test_a_refusal_is_not_as_long_as_what_it_refuses(field):
+    with pytest.raises(ValueError, match="…") as caught:
+        SamplingParams(**{field: {"x" * 1_000_000: 1} if field == "logit_bias" else "x" * 1_000_000})
+    assert len(str(caught.value)) < 300
+
+
+def test_a_stop_string_may_have_a_thousand_characters():
+    assert SamplingParams(stop="x" * 1000).stop == ("x" * 1000,)
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"])

@@ -113,6 +113,24 @@ def test_long_prompts_that_keep_arriving_never_make_a_running_stream_wait() -> N
     driver.drain()
 
 
+def test_many_short_prompts_are_read_in_several_steps_and_a_few_long_ones_in_one() -> None:
+    """The first of a burst have their tokens while the others are read."""
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 2048}
+    driver = Driver(history_engine(4096, 16, **limits))
+    ids = [driver.add([i, i, *range(3, 66)] * 2, 2) for i in range(40)]
+    driver.drain()
+    prompts = [(len(plan.items) - plan.num_decodes, plan.num_tokens - plan.num_decodes) for plan in driver.plans]
+    assert [count for count, _ in prompts if count] == [15, 15, 10]
+    assert all(tokens <= 2048 for _, tokens in prompts)
+    assert [driver.results[i].steps[0] for i in (ids[0], ids[15], ids[30])] == [1, 2, 3]
+
+    driver = Driver(history_engine(4096, 16, **limits))
+    for i in range(10):
+        driver.add([i, *range(3, 90)] * 10, 1)
+    driver.drain()
+    assert [len(plan.items) for plan in driver.plans] == [8, 2]
+
+
 def test_a_lowered_budget_bounds_prompt_tokens_but_no_decode_and_prompts_still_advance() -> None:
     driver = Driver(history_engine(64, 4, max_num_seqs=8, max_num_batched_tokens=32))
     for i in range(4):
@@ -296,7 +314,7 @@ def test_an_abort_frees_the_blocks_once_and_leaves_the_others_alone(moment: str,
     other = driver.add([8, 8, 8], 25)
     victim = driver.add(list(range(30)), 20)
     driver.step(steps)
-    seq = driver.engine._live[victim]
+    seq = driver.engine.requests.live[victim]
     assert {
         "waiting": not seq.block_table,
         "mid-prefill": 0 < seq.num_computed_tokens < 30,
@@ -304,7 +322,7 @@ def test_an_abort_frees_the_blocks_once_and_leaves_the_others_alone(moment: str,
     }[moment]
     driver.engine.abort(victim)
     driver.engine.check_integrity()
-    assert driver.engine.blocks.num_active == len(driver.engine._live[other].block_table)
+    assert driver.engine.blocks.num_active == len(driver.engine.requests.live[other].block_table)
     driver.engine.abort(victim)
     driver.engine.abort(10**9)
     driver.engine.check_integrity()

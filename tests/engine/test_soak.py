@@ -135,7 +135,7 @@ class Soak:
 
     async def drained(self) -> None:
         end = time.monotonic() + 5
-        while (status := self.engine.status()).running or status.waiting or self.engine._streams:
+        while (status := self.engine.status()).running or status.waiting or self.engine._outbox.streams:
             assert time.monotonic() < end, "requests hang"
             await asyncio.sleep(0.002)
         assert status.error is None, status.error

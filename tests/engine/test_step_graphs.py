@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,41 +19,14 @@ from reference import assert_greedy
 
 pytest.importorskip("triton")
 
-SETTINGS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "kvcache_block_size": 4, "num_kvcache_blocks": 400, "max_num_seqs": 9,
-    "max_num_batched_tokens": 64,
-}  # fmt: skip
+from fake_graphs import SETTINGS, graphs_of
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.ModelRunner, "warm_up", lambda self, progress: None)
-
-
-@pytest.fixture
-def graphed(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path) -> Iterator[LLM]:
-    import fake_graphs
-
-    with monkeypatch.context() as patch:
-        fake_graphs.install(patch)
-        llm = LLM(tiny_qwen3, **SETTINGS)
-    yield llm
-    llm.engine.check_integrity()
-    llm.exit()
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_qwen3: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
-
-
-def graphs_of(llm: LLM) -> StepGraphs:
-    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
-    assert graphs is not None
-    return graphs
 
 
 def tokens(llm: LLM, asked: list[list[int]], params: Any) -> list[list[int]]:
@@ -235,9 +207,9 @@ def test_a_table_is_sent_as_a_whole_once_and_then_grows_on_the_device(
 ) -> None:
     introduce, sent = GraphInputs._introduce, []
 
-    def watched(self: GraphInputs, seq: Any, num_blocks: int) -> Any:
-        sent.append(seq.seq_id)
-        return introduce(self, seq, num_blocks)
+    def watched(self: GraphInputs, newcomers: list[Any], turn: int) -> None:
+        sent.extend(newcomer.row.seq.seq_id for newcomer in newcomers)
+        introduce(self, newcomers, turn)
 
     monkeypatch.setattr(GraphInputs, "_introduce", watched)
     long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)  # ten blocks of four tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,36 +17,7 @@ from reference import assert_greedy, assert_logprobs
 
 pytest.importorskip("triton")
 
-SETTINGS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "kvcache_block_size": 4, "num_kvcache_blocks": 400, "max_num_seqs": 9,
-    "max_num_batched_tokens": 64,
-}  # fmt: skip
-
-
-@pytest.fixture
-def graphed(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path) -> Iterator[LLM]:
-    import fake_graphs
-
-    monkeypatch.setattr(model_runner.ModelRunner, "warm_up", lambda self, progress: None)
-    with monkeypatch.context() as patch:
-        fake_graphs.install(patch)
-        llm = LLM(tiny_qwen3, **SETTINGS)
-    yield llm
-    llm.engine.check_integrity()
-    llm.exit()
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_qwen3: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32).eval()
-
-
-def graphs_of(llm: LLM) -> StepGraphs:
-    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
-    assert graphs is not None
-    return graphs
+from fake_graphs import SETTINGS, graphs_of
 
 
 def greedy(**settings: Any) -> SamplingParams:

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from engine import block_manager
+from engine import prefix_index
 from engine.block_manager import BlockManager
 from engine.outputs import RequestPriority
 from engine.sampling_params import SamplingParams
@@ -166,8 +166,8 @@ def test_waiting_costs_no_hashing_anew_and_a_bounded_number_of_looks_a_step(monk
         driver.add([*([7] * 24), *range(i % 5, 20)], 1)  # ten blocks: no room beside the first, whose head it shares
     driver.step()
     hashes, looks = [], []
-    real_hash, real_look = block_manager.xxhash.xxh3_128, driver.engine.blocks.resident_prefix
-    monkeypatch.setattr(block_manager.xxhash, "xxh3_128", lambda data: hashes.append(1) or real_hash(data))
+    real_hash, real_look = prefix_index.xxhash.xxh3_128_digest, driver.engine.blocks.resident_prefix
+    monkeypatch.setattr(prefix_index.xxhash, "xxh3_128_digest", lambda data: hashes.append(1) or real_hash(data))
     monkeypatch.setattr(driver.engine.blocks, "resident_prefix", lambda seq: looks.append(1) or real_look(seq))
     for _ in range(8):
         looks.clear()
@@ -208,7 +208,7 @@ def test_over_many_random_workloads_no_stream_waits_more_than_two_steps_unless_i
             driver.engine.scheduler.token_budget = rng.randint(1, driver.engine.scheduler.max_num_batched_tokens)
             before = {i: len(r.ids) for i, r in driver.results.items()}
             driver.step()
-            for seq in list(driver.engine._live.values()):
+            for seq in list(driver.engine.requests.live.values()):
                 if seq.priority == P.BACKGROUND or not seq.num_output_tokens:
                     continue
                 if len(driver.results[seq.request_id].ids) > before[seq.request_id]:
@@ -261,7 +261,7 @@ def _resident(blocks: BlockManager, seq: Sequence) -> int:
     count, parent = 0, b""
     while 4 * (count + 1) < len(seq.token_ids):
         wanted = array("i", seq.token_ids[4 * count : 4 * count + 4]).tobytes()
-        found = [c for c in blocks._content if c and (c.parent, c.tokens) == (parent, wanted)]
+        found = [c for c in blocks._index.contents if c and (c.parent, c.tokens) == (parent, wanted)]
         if not found:
             break
         count, parent = count + 1, found[0].hash

@@ -6,7 +6,10 @@ in Triton's interpreter, in fp16 and fp32 (its bf16 products are wrong) and at s
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,22 @@ import torch
 pytest.importorskip("triton")
 
 from models.batch import ForwardBatch
-from models.kernels import gemv, paged_decode, paged_keys, paged_prefill, rmsnorm, rope_cache, silu_mul, skinny
+from models.kernels import (
+    gemv,
+    own_keys,
+    paged_decode,
+    paged_keys,
+    paged_prefill,
+    rmsnorm,
+    rope_cache,
+    silu_mul,
+    skinny,
+)
+from models.kernels.own_keys import OwnKeys
 from models.kernels.rmsnorm import Norm
+from models.layers import triton_attention
+from models.layers.layernorm import RMSNorm
+from models.layers.linear import GateUpLinear
 from models.layers.triton_attention import TritonBackend
 
 ON_CARD = torch.cuda.is_available()
@@ -175,7 +192,7 @@ def test_decodes_of_many_lengths(shape: tuple, splits: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("splits", [1, 4, 16])
+@pytest.mark.parametrize("splits", [1, 4, 32] if ON_CARD else [1, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decodes_that_rotate_and_write_their_own_keys(
     shape: tuple, splits: int, norms: bool, dtype: torch.dtype
@@ -202,6 +219,25 @@ def test_decodes_that_rotate_and_write_their_own_keys(
         torch.testing.assert_close(got, expected, equal_nan=True, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("least_keys", [40, 100, 1000])
+def test_short_sequences_beside_long_ones_are_not_split(least_keys: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(20)
+    pages = Pages([(c, 1) for c in (0, 39, 40, 99, 130, 290)], (4, 2, 64, 16), dtype)
+    walk = dataclasses.replace(split_walk(pages, 4), least_keys=least_keys)
+    walk.partials.log_sums.fill_(torch.nan)
+    for _ in range(2):
+        paged_decode.paged_decode(
+            pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale, out=pages.out,
+            split=walk,
+        )  # fmt: skip
+        close(pages.out, pages.expected())
+    assert not walk.arrived.any()
+    block_n, lens = paged_decode._tile(64, dtype.itemsize)[0], pages.context_lens.tolist()
+    were_split = [bool(row.isfinite().any()) for row in walk.partials.log_sums]
+    shares = [-(-max(-(-n // 4), least_keys) // block_n) * block_n for n in lens]
+    assert were_split == [n > share for n, share in zip(lens, shares, strict=True)]
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_padding_row_of_no_tokens_gives_zeros_and_harms_nobody(splits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
@@ -224,6 +260,131 @@ def test_rows_past_the_last_chunk_are_left_to_nobody(dtype: torch.dtype) -> None
         padded, pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale, out=out
     )
     close(out[:rows], pages.expected())
+
+
+@pytest.fixture
+def own_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Chunks of any size read their own keys from qkv where they can, in the interpreter always, by small tiles; an
+    entry, the tile's keys, for each time that they do."""
+    used: list[int] = []
+    tiles = OwnKeys.tiles
+    monkeypatch.setattr(OwnKeys, "tiles", lambda self, block_n: used.append(block_n) or tiles(self, block_n))
+    monkeypatch.setattr(own_keys, "LEAST_ROWS", 1)
+    if not ON_CARD:
+        monkeypatch.setattr(own_keys, "TILE", (16, 16, 4, 3))
+        monkeypatch.setattr(own_keys, "pays", lambda rows, *rest: rows > 0)
+    return used
+
+
+def takes_own_keys(dtype: torch.dtype) -> bool:
+    return not ON_CARD or own_keys.pays(10_000, 128, dtype, DEVICE, 0)
+
+
+OWN_SHAPES = [shape for shape in SHAPES if shape[2] in (64, 128)] if ON_CARD else [(4, 2, 16, 12), (3, 1, 64, 16)]
+
+
+@pytest.mark.parametrize("lengths", [
+    [(0, 90)], [(0, 1), (0, 50), (0, 16), (0, 33)], [(40, 70)], [(5, 40), (0, 0), (33, 3), (64, 49)],
+], ids=["cold", "cold chunks", "behind a prefix", "chunks behind prefixes"])  # fmt: skip
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("shape", OWN_SHAPES, ids=str)
+def test_chunks_read_their_own_keys_from_the_projection(
+    shape: tuple, split: bool, lengths: list[tuple[int, int]], dtype: torch.dtype, own_tiles: list[int]
+) -> None:
+    """They are nowhere else: their slots in the cache hold NaN, and so do the rows behind the last chunk."""
+    if not takes_own_keys(dtype):
+        pytest.skip("no tensor memory accelerator, or a type that it is not used for")
+    torch.manual_seed(20)
+    heads, kv_heads, dim, size = shape
+    times = 9 if ON_CARD else 1
+    lengths = [(cached * times, new * times) for cached, new in lengths]
+    pages = Pages(lengths, shape, dtype, width=4096 // size if split else 0)
+    rows, slots, expected = len(pages.q), pages.slot_mapping(), pages.expected()
+    qkv = torch.full((rows + 70, heads + 2 * kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE)
+    qkv[:rows, :heads] = pages.q
+    for cache, first in ((pages.k_cache, heads), (pages.v_cache, heads + kv_heads)):
+        own = cache.view(-1, kv_heads, dim)
+        qkv[:rows, first : first + kv_heads] = own[slots]
+        own[slots] = torch.nan
+    out = torch.zeros(len(qkv), heads, dim, dtype=dtype, device=DEVICE)
+    paged_prefill.paged_prefill(
+        qkv[:, :heads], pages.k_cache, pages.v_cache, pages.query_start, pages.context_lens, pages.tables, pages.scale,
+        out=out, own=OwnKeys.of(qkv.flatten(1), heads, kv_heads), processors=PROCESSORS if split else 0,
+    )  # fmt: skip
+    close(out[:rows], expected)
+    assert len(own_tiles) == 1
+
+
+@pytest.mark.parametrize(("decodes", "norms"), [(0, False), (3, True)], ids=["llama", "qwen3 with decodes"])
+def test_the_backend_lets_chunks_read_their_own_keys_from_the_projection(
+    decodes: int, norms: bool, dtype: torch.dtype, own_tiles: list[int]
+) -> None:
+    """Behind decodes, before padding rows of NaN, in every layer anew."""
+    torch.manual_seed(21)
+    lengths = [*[(40, 1), (16, 1), (0, 1)][:decodes], (0, 37), (21, 18), (50, 1)]
+    pages = Pages(lengths, (6, 2, 128, 16), dtype)
+    batch = batch_of(pages, decodes, True)
+    rows, padding = len(batch.slot_mapping), 19
+    batch.slot_mapping = torch.cat((batch.slot_mapping, torch.full_like(batch.slot_mapping[:1], -1).expand(padding)))
+    cos, sin, weights = angles(rows + padding, 128, dtype)
+    given = (weights[0], weights[1], 1e-6) if norms else None
+    backend = TritonBackend()
+    for _ in range(2):
+        qkv = torch.randn(rows + padding, 10 * 128).to(dtype).to(DEVICE)
+        qkv[rows:] = torch.nan
+        k_cache, v_cache = pages.k_cache.clone(), pages.v_cache.clone()
+        rotation = rope_cache.Rotation(cos, sin, batch.slot_mapping, given)
+        pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=6)[:rows]
+        got = backend.forward_qkv(qkv, given, (cos, sin), k_cache, v_cache, pages.scale, batch)
+        close(got.view(-1, 6, 128)[:rows], pages.expected())
+        for written, expected in ((k_cache, pages.k_cache), (v_cache, pages.v_cache)):
+            torch.testing.assert_close(written, expected, equal_nan=True, **TOLERANCE[dtype])
+    assert len(own_tiles) == (2 if takes_own_keys(dtype) else 0)
+
+
+@pytest.mark.skipif(not ON_CARD, reason="CUDA graphs are of a card")
+def test_a_captured_graph_reads_own_keys_where_they_stood_at_its_capture(
+    dtype: torch.dtype, own_tiles: list[int]
+) -> None:
+    if not takes_own_keys(dtype):
+        pytest.skip("no tensor memory accelerator, or a type that it is not used for")
+    torch.manual_seed(22)
+    pages = Pages([(30, 700), (0, 500)], (16, 8, 128, 16), dtype)
+    batch = batch_of(pages, 0, True)
+    rows = len(batch.slot_mapping)
+    cos, sin, weights = angles(rows, 128, dtype)
+    given, backend = (weights[0], weights[1], 1e-6), TritonBackend()
+    source, qkv = torch.randn(2, rows, 32 * 128).to(dtype).to(DEVICE)
+    caches = pages.k_cache.clone(), pages.v_cache.clone()
+    graph, graph_out = torch.cuda.CUDAGraph(), None
+    for captured in (False, True):
+        with torch.cuda.graph(graph) if captured else contextlib.nullcontext():
+            qkv.copy_(source)
+            graph_out = backend.forward_qkv(qkv, given, (cos, sin), *caches, pages.scale, batch)
+    assert graph_out is not None
+    for _ in range(2):
+        source.copy_(torch.randn(source.shape))
+        rotation = rope_cache.Rotation(cos, sin, batch.slot_mapping, given)
+        pages.q = rope_cache.reference(source, rotation, pages.k_cache, pages.v_cache, num_heads=16)
+        graph.replay()
+        close(graph_out.view(pages.q.shape), pages.expected())
+    assert len(own_tiles) == 2
+
+
+def test_only_long_chunks_of_half_precision_read_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not own_keys.pays(4096, 128, torch.bfloat16, torch.device("cpu"), 0)
+    monkeypatch.setattr(own_keys, "_is_able", lambda device: True)
+    assert max(paged_prefill.WARM_UP_ROWS) - 128 > own_keys.LEAST_ROWS  # less what is not a whole token's
+    for rows, dim, dtype, window, pays in [
+        (4097, 128, torch.bfloat16, 0, True),
+        (8192, 128, torch.float16, 0, True),
+        (4096, 128, torch.bfloat16, 0, False),
+        (8192, 64, torch.bfloat16, 0, False),
+        (8192, 128, torch.float32, 0, False),
+        (8192, 96, torch.bfloat16, 0, False),
+        (8192, 128, torch.bfloat16, 512, False),
+    ]:
+        assert own_keys.pays(rows, dim, dtype, DEVICE, window) == pays
 
 
 def test_splits_fill_the_card_and_no_more() -> None:
@@ -316,11 +477,16 @@ def test_padding_rows_of_a_captured_decode_step_change_nothing(dtype: torch.dtyp
         assert torch.equal(before.view(-1, 128)[kept], after.view(-1, 128)[kept])
 
 
-def test_every_form_is_compiled_by_the_warm_up(dtype: torch.dtype) -> None:
+def test_every_form_is_compiled_by_the_warm_up(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, own_tiles: list[int]
+) -> None:
     """It must run on a pool of a single block, whatever the block size."""
+    if not ON_CARD:
+        monkeypatch.setattr(triton_attention, "WARM_UP_ROWS", (16, 64, 128))  # 8,192 are many here
     for shape in SHAPES if ON_CARD else SHAPES[-1:]:
         cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
         TritonBackend().warm_up(shape[0], cache, cache)
+    assert bool(own_tiles) == takes_own_keys(dtype)
 
 
 # ---------------------------------------------------------------------- the fused elementwise kernels
@@ -334,9 +500,10 @@ def angles(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return cos.to(dtype).to(DEVICE), sin.to(dtype).to(DEVICE), weights
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotary_and_the_cache_write(shape: tuple, norms: bool, any_dtype: torch.dtype) -> None:
+def test_rotary_and_the_cache_write(shape: tuple, norms: bool, in_place: bool, any_dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     heads, kv_heads, dim, size = shape
     rows = 300 if ON_CARD else 6
@@ -348,11 +515,18 @@ def test_rotary_and_the_cache_write(shape: tuple, norms: bool, any_dtype: torch.
     expected_caches = [cache.clone() for cache in caches]
     rotation = rope_cache.Rotation(cos, sin, slots, (q_weight, k_weight, 1e-6) if norms else None)
     before = qkv.clone()
-    q = rope_cache.rope_cache(qkv, rotation, *caches, num_heads=heads)
-    close(q, rope_cache.reference(qkv, rotation, *expected_caches, num_heads=heads))
+    q = rope_cache.rope_cache(qkv, rotation, *caches, num_heads=heads, in_place=in_place)
+    close(q, rope_cache.reference(before, rotation, *expected_caches, num_heads=heads))
     for cache, expected in zip(caches, expected_caches, strict=True):
         close(cache, expected)
-    assert torch.equal(qkv, before)
+    if in_place:
+        assert q.data_ptr() == qkv.data_ptr()
+        own, expected = OwnKeys.of(qkv, heads, kv_heads), OwnKeys.of(before, heads, kv_heads)
+        written = slots >= 0
+        assert torch.equal(own.k[written], caches[0].view(-1, kv_heads, dim)[slots[written]])
+        assert torch.equal(own.k[4], expected.k[4]) and torch.equal(own.v, expected.v)
+    else:
+        assert torch.equal(qkv, before)
 
 
 @pytest.mark.parametrize("size", [64, 576, 4096])
@@ -383,7 +557,7 @@ def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
     ("rows", "norm"),
     [(1, "no norm"), (1, "norm"), (1, "sum and norm"), (2, "sum and norm"), (3, ""), (5, ""), (17, ""), (64, "")],
 )
-@pytest.mark.parametrize("shape", [(6, 64), (40, 576), (74, 3072)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 64), (40, 576), (74, 2304)], ids=str)
 def test_products_of_few_rows(
     shape: tuple[int, int], rows: int, norm: str, gated: bool, any_dtype: torch.dtype
 ) -> None:
@@ -407,9 +581,93 @@ def test_products_of_few_rows(
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("rows", [3, 16, 17, 33, 64])
+@pytest.mark.parametrize(
+    "shape", [(6, 64), (74, 512), (40, 1536), (74, 2304), *([(1024, 2048), (1024, 3072)] if ON_CARD else [])], ids=str
+)
+def test_products_of_few_rows_that_begin_the_norm_behind_them(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype
+) -> None:
+    """The sum is right, and so is a product of its norm; shares of W in registers and not, of one program and many."""
+    if dtype == torch.float16:
+        pytest.skip("a sum before its norm has no room in float16")
+    torch.manual_seed(18)
+    outputs, columns = shape
+    x, residual = (torch.randn(rows, size).to(dtype).to(DEVICE) for size in (columns, outputs))
+    weight = (torch.randn(shape) * columns**-0.5).to(dtype).to(DEVICE)
+    bias = torch.randn(outputs).to(dtype).to(DEVICE) if rows % 2 else None
+    gain = (torch.rand(outputs) + 0.5).to(dtype).to(DEVICE)
+    norm = Norm(gain, 1e-6, residual)
+    normed, total = skinny.add_reference(x, weight, bias, norm)
+    arrived = skinny.counters(weight)
+    for _ in range(2):  # the second finds what the first left in its counters
+        added = skinny.add_skinny(x, weight, bias, arrived, norm)
+        close(added.total, total)
+        scale = torch.rsqrt(added.squares.sum(0) / outputs + added.eps)[:, None]
+        close((added.gained.float() * scale).to(dtype), normed)
+    assert not arrived.any()
+    if outputs % 64:  # as a product's columns have to be
+        wide = torch.zeros(rows, -(-outputs // 64) * 64, dtype=dtype, device=DEVICE)
+        wide[:, :outputs] = added.gained
+        added = skinny.Added(added.total, wide, added.squares * (wide.shape[1] / outputs), added.eps)
+        normed = torch.nn.functional.pad(normed, (0, wide.shape[1] - outputs))
+    behind = (torch.randn(24, normed.shape[1]) * outputs**-0.5).to(dtype).to(DEVICE)
+    for gated in (False, True):
+        y = skinny.skinny(added, behind, None, skinny.counters(behind), gated=gated)
+        # The sum is rounded where a norm apart would round what it has taken of it.
+        expected = gemv.reference(normed.float(), behind.float(), None, gated=gated)[0]
+        torch.testing.assert_close(y.float(), expected, **{name: 4 * value for name, value in TOLERANCE[dtype].items()})
+
+
+@pytest.mark.parametrize("shape", [(74, 512), (40, 1536)], ids=str)
+@pytest.mark.parametrize("rows", [3, 16, 17, 32, 33])
+def test_small_shares_of_a_weight_are_held(shape: tuple[int, int], rows: int, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(19)
+    assert skinny._tile(rows, *shape).is_held == (rows <= 32)  # of few outputs
+    x = torch.randn(rows, shape[1]).to(any_dtype).to(DEVICE)
+    weight = (torch.randn(shape) * shape[1] ** -0.5).to(any_dtype).to(DEVICE)
+    arrived = skinny.counters(weight)
+    for gated in (False, True):
+        for _ in range(2):
+            y = skinny.skinny(x, weight, None, arrived, gated=gated)
+            close(y, gemv.reference(x, weight, None, gated=gated)[0])
+    assert not arrived.any()
+
+
 def test_products_of_few_rows_share_the_columns_where_outputs_are_few(any_dtype: torch.dtype) -> None:
     """Several programs a row of W, of which the last adds up what all have."""
-    assert skinny._tile(40, 2048)[2] > 1
+    assert skinny._tile(8, 74, 2304).splits > 1
+
+
+@pytest.mark.skipif(not ON_CARD, reason="too many programs for the interpreter")
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 1024), (1024, 3072), (66_000, 512)], ids=str)
+def test_products_in_the_tiles_of_many_outputs(shape: tuple[int, int], rows: int, any_dtype: torch.dtype) -> None:
+    torch.manual_seed(17)
+    x = torch.randn(rows, shape[1]).to(any_dtype).to(DEVICE)
+    weight = (torch.randn(shape) * shape[1] ** -0.5).to(any_dtype).to(DEVICE)
+    expected = gemv.reference(x, weight, None, gated=True)[0]
+    if rows <= gemv.MAX_ROWS:
+        close(gemv.gemv(x, weight, None, gated=True)[0], expected)
+    else:
+        close(skinny.skinny(x, weight, None, skinny.counters(weight), gated=True), expected)
+
+
+@pytest.mark.parametrize("rows", [1, gemv.MAX_ROWS, gemv.MAX_ROWS + 1, skinny.MAX_ROWS + 1])
+def test_norm_and_product_are_the_same_whichever_kernels_take_so_many_rows(rows: int) -> None:
+    """With and without a residual; the last of the rows are more than any kernel of few takes."""
+    torch.manual_seed(16)
+    norm = RMSNorm(64, 1e-6, torch.float16, DEVICE)
+    linear = GateUpLinear(64, 12, False, torch.float16, DEVICE)
+    norm.weight.data.uniform_(0.5, 1.5)
+    linear.weight.data.normal_(0, 64**-0.5)
+    linear.pack_weight()
+    x, residual = (torch.randn(rows, 64).to(torch.float16).to(DEVICE) for _ in range(2))
+    assert linear.few_rows is not None and linear.few_rows.takes(rows, normed=False) == (rows <= skinny.MAX_ROWS)
+    for added in (None, residual):
+        expected = gemv.reference(x, linear.weight, None, norm=Norm(norm.weight, 1e-6, added), gated=True)
+        for got, value in zip(norm.into(linear, x, added), expected, strict=True):
+            close(got, value)
 
 
 # ---------------------------------------------------------------------- whole models
@@ -439,6 +697,28 @@ def test_a_model_of_nothing_but_kernels_has_the_greedy_tokens_of_transformers(ti
     model = load_model(tiny_qwen3, read_config(tiny_qwen3), dtype=torch.float32, attention_backend="triton")
     runner = PagedRunner(model, scatter=True, last_only=True)
     check_greedy(tiny_qwen3, runner.greedy(few_prompts(), 3, chunk=6))
+
+
+@interpreted
+def test_norms_that_begin_in_the_products_before_them_have_the_greedy_tokens_of_transformers(
+    make_tiny_model: Callable[..., Path],
+) -> None:
+    """Steps of three rows and more; the model's other products of few rows, which are none of float32, in between."""
+    from models.kernels.few_rows import FewRows
+    from models.layers.linear import Linear
+    from models.loader import load_model, read_config
+    from tests.models.paged import PagedRunner
+
+    folder = make_tiny_model("qwen3", seed=4, intermediate_size=192)
+    model = load_model(folder, read_config(folder), dtype=torch.float32, attention_backend="triton")
+    added = []
+    for linear in (module for module in model.modules() if isinstance(module, Linear)):
+        linear.few_rows = few = FewRows(linear.weight, linear.bias, gated=linear.is_gated)
+        few.add = lambda x, norm, add=few.add: added.append(x.shape) or add(x, norm)  # type: ignore[method-assign]
+    runner = PagedRunner(model, scatter=True, last_only=True)
+    check_greedy(folder, runner.greedy(few_prompts(), 3, chunk=6))
+    assert {columns for _, columns in added} == {64, 192}  # of o_proj and of down_proj
+    assert min(rows for rows, _ in added) > gemv.MAX_ROWS
 
 
 @interpreted

@@ -36,6 +36,11 @@ def sequence(params: SamplingParams, seed: int, prompt: list[int], *, stop_ids: 
     return Sequence(0, prompt, params, seed=seed, max_tokens=params.max_tokens, stop_ids=frozenset(stop_ids))
 
 
+def introduce(graph: GraphSampling, row: int, seq: Sequence) -> None:
+    graph.introduce(row, seq)
+    graph.settings.words[row] = torch.from_numpy(graph.words[row])
+
+
 class Draw:
     """Rows of a GraphSampling for these sequences, in another order than the batch's, and their draw."""
 
@@ -45,7 +50,7 @@ class Draw:
         self.graph = GraphSampling(len(sequences) + 1, vocab_size, DEVICE)
         self.sampler = Sampler(vocab_size, DEVICE)
         for row, seq in zip(self.rows.tolist(), sequences, strict=True):
-            self.graph.introduce(row, seq)
+            introduce(self.graph, row, seq)
 
     def __call__(self, logits: torch.Tensor, function: Any = sampling.sample) -> list[int]:
         """The next token of each, of which the host has not told the device the last one."""
@@ -253,7 +258,7 @@ def test_what_a_row_does_not_hold_is_left_to_the_host() -> None:
     def is_drawn(position: int = 2, stop_ids: tuple[int, ...] = (), **settings: Any) -> bool:
         seq = sequence(SamplingParams(**settings), 1, [1, 2], stop_ids=stop_ids)
         seq.token_ids += [5] * (position - 2)
-        graph.introduce(0, seq)
+        introduce(graph, 0, seq)
         return graph.prepare([SimpleNamespace(seq=seq)], np.array([0]), np.array([position]))  # type: ignore[list-item]
 
     assert is_drawn(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.2, logit_bias=dict.fromkeys(range(64), 1.0))

@@ -4,6 +4,9 @@ refuses, such as a variable whose type differs between two branches."""
 from __future__ import annotations
 
 import inspect
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models.kernels import (
     gemv,
@@ -26,10 +31,12 @@ from models.kernels import (
     rope_cache,
     sampling,
     silu_mul,
+    skinny,
     step_rows,
     truncation,
 )
 from models.kernels.few_rows import FewRows
+from models.kernels.own_keys import OwnKeys
 from models.kernels.paged_keys import Partials
 from models.kernels.rmsnorm import Norm
 from models.kernels.rope_cache import Rotation
@@ -57,6 +64,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             value = arguments[parameter.name]
             if parameter.is_constexpr:
                 types[parameter.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                types[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
             elif isinstance(value, torch.Tensor):
                 types[parameter.name], attributes[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
             else:
@@ -65,9 +74,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         found.append(triton.compile(source, target=HOPPER, options=options))
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(overlap, "launch_options", lambda device, rows=1: {"OVERLAP": True, "launch_pdl": True})
+    monkeypatch.setattr(overlap, "_is_able", lambda device: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return found
+
+
+def assembler_report(kernel: Any, folder: Path) -> str:
+    """What ptxas says of registers, spills and what it could not do."""
+    (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def pages(dim: int) -> tuple[torch.Tensor, ...]:
@@ -85,6 +101,21 @@ def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
     assert [kernel.metadata.name for kernel in compiled] == ["_paged_prefill", "_merge"]
     assert "wgmma" in compiled[0].asm["ptx"]  # Hopper's own matrix instruction
     assert compiled[0].metadata.shared <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("processors", [1, 132], ids=["whole", "split"])
+def test_paged_prefill_with_a_chunk_s_own_keys(dim: int, processors: int, compiled: list[Any], tmp_path: Path) -> None:
+    _, *rest = pages(dim)
+    qkv = torch.zeros(64, 8 * dim, dtype=BF16)
+    q, own = qkv.view(64, 8, dim)[:, :4], OwnKeys.of(qkv, 4, 2)
+    out = torch.empty(q.shape, dtype=BF16)
+    paged_prefill.paged_prefill(q, *rest, 1.0, out=out, own=own, processors=processors)
+    kernel, report = compiled[0], assembler_report(compiled[0], tmp_path)
+    assert kernel.metadata.shared <= HOPPER_SHARED_BYTES
+    assert "cp.async.bulk.tensor.2d" in kernel.asm["ptx"] and "wgmma" in kernel.asm["ptx"]
+    assert " 0 bytes spill stores" in report
+    assert not re.search(r"C751[0-5]", report)  # matrix products that wait for each other
 
 
 @pytest.mark.parametrize("splits", [1, 8, 32])
@@ -114,18 +145,20 @@ def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
     qkv, angle, weight = torch.zeros(64, 8 * 128, dtype=BF16), torch.zeros(64, 128, dtype=BF16), torch.ones(128)
     slots = torch.zeros(64, dtype=torch.int64)
     for norms in (None, (weight.to(BF16), weight.to(BF16), 1e-6)):
-        rope_cache.rope_cache(qkv, Rotation(angle, angle, slots, norms), keys, keys, num_heads=4)
+        for in_place in (False, True):
+            rotation = Rotation(angle, angle, slots, norms)
+            rope_cache.rope_cache(qkv, rotation, keys, keys, num_heads=4, in_place=in_place)
     rmsnorm.add_rmsnorm(angle, angle, weight.to(BF16), 1e-6)
     rmsnorm.rmsnorm(angle, weight.to(BF16), 1e-6)
     silu_mul.silu_mul(qkv)
-    assert len(compiled) == 5
+    assert len(compiled) == 7
 
 
 # Of a decoder layer of Qwen3-0.6B: rows and columns of W, whether a norm is before it, whether it ends in SwiGLU.
 PRODUCTS = [(4096, 1024, True, False), (1024, 2048, False, False), (6144, 1024, True, True), (1024, 3072, False, False)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 32, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 32, 64])
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, compiled: list[Any]) -> None:
     outputs, columns, normed, gated = product
@@ -139,8 +172,35 @@ def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, c
     early = ptx[: ptx.index("griddepcontrol.wait")]
     if rows <= gemv.MAX_ROWS:
         assert "ld.global.v4" in early
+    elif skinny._tile(rows, outputs, columns).is_held:
+        assert early.count("ld.global") >= 16  # all of its share of W
+        assert "cp.async" not in ptx
     else:
-        assert "prefetch.global.L2" in early and "cp.async" in ptx
+        assert "prefetch.global.L2" in early
+        (loop,) = re.findall(r"^    \S+ = scf\.for .*?^    \}", kernel.asm["ttgir"], re.M | re.S)
+        assert "tt.load" not in loop and loop.count("ttg.async_copy_global_to_local") == 2
+        # A turn waits for its own copies, of x and of W, and leaves those of the next two under way.
+        assert re.search(r"cp\.async\.wait_group\s+4;", ptx)
+
+
+@pytest.mark.parametrize("rows", [3, 32, 64])
+def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled: list[Any], tmp_path: Path) -> None:
+    hidden, wide = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 3072, dtype=BF16)
+    added = FewRows(torch.zeros(1024, 3072, dtype=BF16), None, gated=False).add(wide, Norm(hidden[0], 1e-6, hidden))
+    assert added.squares.shape == (32, rows)
+    for outputs, gated in ((4096, False), (6144, True)):
+        FewRows(torch.zeros(outputs, 1024, dtype=BF16), None, gated=gated)(added)
+    for kernel in compiled:
+        assert kernel.metadata.launch_pdl and kernel.metadata.shared <= HOPPER_SHARED_BYTES
+        assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_kernel_calls_for_the_next_one_after_its_wait(rows: int, compiled: list[Any]) -> None:
+    """What others read before their waits relies on it."""
+    FewRows(torch.zeros(512, 1024, dtype=BF16), None, gated=False)(torch.zeros(rows, 1024, dtype=BF16))
+    ptx = compiled[0].asm["ptx"]
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
 def test_step_rows(compiled: list[Any]) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_kernels_equal_their_references(cases: str, at_least: int) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/models/{cases}"]
-    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""}
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)

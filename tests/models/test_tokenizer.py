@@ -178,3 +178,20 @@ def test_a_damaged_tokenizer_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["7" * 300_000, "The sea is wide and the land is narrow. " * 8000, "\n" * 200_000], ids=repr
+)
+def test_what_is_far_too_long_is_told_from_its_beginning(text: str, smollm: Tokenizer) -> None:
+    seen: list[int] = []
+    encode = smollm.encode
+    smollm.encode = lambda part, **options: seen.append(len(part)) or encode(part, **options)  # type: ignore
+    try:
+        least = smollm.least_tokens(text, 1000)
+    finally:
+        del smollm.encode  # type: ignore[method-assign]
+    assert sum(seen) <= 8000
+    assert least <= len(smollm.encode(text))
+    assert least >= 1000 or text.isspace()
+    assert smollm.least_tokens(text[:8000], 1000) == 0

@@ -14,6 +14,18 @@ FIGURES = re.compile(
 LONG = 150_000  # ms; a reply on two cores that are busy otherwise
 
 
+def late_events(ms: int, pattern: str = "") -> str:
+    """A script for profile(): what comes over the event stream and matches `pattern` reaches the page so much later."""
+    return f"""
+    window.WebSocket = class extends WebSocket {{
+      set onmessage(f) {{
+        const isLate = (e) => /stream/.test(this.url) && RegExp({pattern!r}).test(e.data);
+        super.onmessage = (e) => isLate(e) ? setTimeout(f, {ms}, e) : f(e);
+      }}
+      set onclose(f) {{ super.onclose = (e) => setTimeout(f, {ms} + 100, e); }}
+    }};"""
+
+
 def open_page(context: Any, url: str, max_tokens: int | None = 16) -> Page:
     """A tab with the page loaded; its new chats answer with at most max_tokens (None: as the page has it)."""
     page = context.new_page()
@@ -28,9 +40,15 @@ def open_page(context: Any, url: str, max_tokens: int | None = 16) -> Page:
 def limit_replies(page: Page, max_tokens: int) -> None:
     box = page.locator("#max-tokens textarea, #max-tokens input")
     if not box.is_visible():
-        page.locator("#settings > button").click()
+        open_settings(page)
     box.fill(str(max_tokens))
-    page.locator("#settings > button").click()
+    page.get_by_role("button", name="Settings of this chat").click()
+
+
+def open_settings(page: Page) -> None:
+    """Unfold the form and wait until the server has filled it: one of its last controls is a tick that it sets."""
+    page.get_by_role("button", name="Settings of this chat").click()
+    expect(page.locator("#thinking input")).to_be_checked()
 
 
 def message_box(page: Page) -> Locator:

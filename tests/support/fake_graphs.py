@@ -10,12 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import sampler, step_graphs
+from engine import LLM, sampler, step_graphs
 from engine.device import DeviceManager
 from models import loader
 from models.batch import ForwardBatch
 from models.kernels import paged_decode, paged_prefill, rope_cache, sampling_reference, step_rows
 from models.layers.attention import AttentionBackend
+
+# Of an engine with few rows and small blocks, so that steps of all kinds come soon.
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "kvcache_block_size": 4, "num_kvcache_blocks": 400, "max_num_seqs": 9,
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
 
 
 class FakeRecorder:
@@ -74,6 +80,12 @@ class ReferenceBackend(AttentionBackend):
             q[n:], k_cache, v_cache, batch.query_start[n:], lens[n:], batch.block_tables[n:], scale
         )
         return torch.cat((decoded, chunks)).flatten(1)
+
+
+def graphs_of(llm: LLM) -> step_graphs.StepGraphs:
+    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    assert graphs is not None
+    return graphs
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

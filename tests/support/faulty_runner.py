@@ -64,5 +64,6 @@ def faulty_engine(num_blocks: int = 64, block_size: int = 4, **settings: Any) ->
     """A real LLMEngine over a FaultyRunner."""
     engine = history_engine(num_blocks, block_size, **settings)
     runner = FaultyRunner(num_blocks, block_size)
-    engine.runner, engine.executor = runner, StepExecutor(runner)
+    engine.runner = engine.requests.runner = runner
+    engine.executor = StepExecutor(runner)
     return engine, runner

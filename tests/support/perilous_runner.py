@@ -150,6 +150,6 @@ def perilous_engine(
     """A real LLMEngine over a PerilousRunner that may also be lost, and rebuilt, as ranks are."""
     engine = history_engine(num_blocks, block_size, **settings)
     runner = PerilousRunner(num_blocks, block_size, wired)
-    engine.runner = engine.ranks = runner  # type: ignore[assignment]
+    engine.runner = engine.requests.runner = engine.ranks = runner  # type: ignore[assignment]
     engine.executor = StepExecutor(runner)
     return engine, runner

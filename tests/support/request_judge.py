@@ -8,6 +8,7 @@ from engine.origin import Origin
 from engine.outputs import RequestPriority, StepOutput
 from engine.request_stream import BlockingStream, Submission
 from engine.sampling_params import BeamSearchParams, SamplingParams
+from engine.sequence import as_array
 from history_model import EOS, expected_beams, expected_output
 
 
@@ -36,7 +37,8 @@ class Judge:
     ends: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        request = Submission(self.request_id, self.prompt, self.params, self.priority, self.origin, 0.0)
+        prompt = as_array(self.prompt)
+        request = Submission(self.request_id, self.prompt, prompt, self.params, self.priority, self.origin, 0.0)
         self.stream = BlockingStream(request, None, lambda *_: None)
         self.wanted: list[list[int]] = [[]]
         if isinstance(self.params, SamplingParams):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
@@ -59,6 +61,24 @@ class Server:
             if self._process.poll() is not None or time.monotonic() > end:
                 raise AssertionError(f"the server did not get there:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.05)
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Meanwhile no file takes a byte that this server writes, as on a disk without room."""
+        assert self._process is not None
+        pid, (_, hard) = self._process.pid, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+    def stored_replies(self) -> list[str]:
+        """The texts of all finished replies on its disk."""
+        with closing(sqlite3.connect(self._data / "pageturn.sqlite3")) as db:
+            return [
+                text for (text,) in db.execute("SELECT text FROM turns WHERE role = 'assistant' AND status = 'done'")
+            ]
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Send the signal and wait for the exit; returns the exit code."""

@@ -83,6 +83,6 @@ def wired_engine(
     """A real LLMEngine over a WiredRunner."""
     engine = history_engine(num_blocks, block_size, **settings)
     runner = WiredRunner(num_blocks, block_size, losses, in_collect)
-    engine.runner = engine.ranks = runner  # type: ignore[assignment]
+    engine.runner = engine.requests.runner = engine.ranks = runner  # type: ignore[assignment]
     engine.executor = StepExecutor(runner)
     return engine, runner

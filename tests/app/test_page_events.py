@@ -1,0 +1,172 @@
+"""Events that the page would not send: everybody who reaches the port can put them together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradio.utils import get_upload_folder
+
+from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS
+from app.settings_form import FIELDS, show_form
+from tests.app.page_port import USER, Port, opened
+from tests.app.scripted_engine import Script, ScriptedEngine
+
+FORM = ["", 0.7, 0.9, 0, 0, 1, 0, 0, "", "", "", True, False]
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path / "data") as port:
+        yield port
+
+
+@pytest.fixture
+async def answering(tmp_path: Path) -> AsyncIterator[Port]:
+    """Its chats answer a few words."""
+    scripts = [Script("a few words") for _ in range(4)]
+    async with opened(tmp_path / "data", ScriptedEngine(scripts=scripts)) as port:
+        yield port
+        await port.chats.shutdown()
+
+
+def copies() -> set[Path]:
+    """The files that Gradio has copied to where it gives them out."""
+    return set(Path(get_upload_folder()).rglob("*"))
+
+
+async def test_no_event_makes_gradio_copy_a_file_into_reach(port: Port, tmp_path: Path) -> None:
+    """Gradio copies what looks like a file among an event's values, and shows the copy to everybody."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text(f"a secret of {tmp_path}")
+    before = copies()
+    file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}}
+    for listener in port.listeners:
+        count = len(listener["inputs"])
+        for value in (file, [file], {"value": file}):
+            answer = json.dumps(await port.event(listener["id"], [USER, *[value] * (count - 1)][:count], file))
+            assert get_upload_folder() not in answer
+    assert copies() == before
+    for prefix in ("file=", "file/"):
+        assert (await port.http.get(f"/gradio_api/{prefix}{secret}")).status_code == 403
+
+
+@pytest.mark.parametrize("value", [None, True, 1e308, "x", [1], {"a": 1}], ids=str)
+async def test_an_event_of_wrong_values_leaves_no_traceback(
+    port: Port, value: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for listener in port.listeners:
+        count = len(listener["inputs"])
+        for event_data in (value, dict.fromkeys(("id", "title", "text", "kind", "turn", "index", "value"), value)):
+            await port.event(listener["id"], [USER, *[value] * (count - 1)][:count], event_data)
+        await port.event(listener["id"], [value] * count)
+        if count > len(FORM):
+            await port.event(listener["id"], [USER, *[value] * (count - 1 - len(FORM)), *FORM], {"id": value})
+    log = capfd.readouterr().err
+    assert "Traceback" not in log and all(len(line) < 200 for line in log.splitlines()), log[-3000:]
+
+
+async def test_an_event_with_too_few_values_or_for_no_listener_leaves_no_traceback(
+    port: Port, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await port.event(port.number("send"), [USER])
+    assert "1 of 18 values" in answer["output"]["error"]
+    assert [r.getMessage() for r in caplog.records if r.name == "pageturn.page"] == [
+        "an event was refused: the event brings 1 of 18 values: reload the page"
+    ]
+    none = {"data": [], "fn_index": 999, "session_hash": "tab"}
+    assert (await port.http.post("/gradio_api/queue/join", json=none)).status_code == 404
+    for name in ("nothing", "predict"):
+        assert (await port.http.post(f"/gradio_api/run/{name}", json={"data": []})).status_code == 404
+    wrong = await port.http.post("/gradio_api/queue/join", json={"data": "x" * 1_000_000})
+    assert wrong.status_code == 422 and len(wrong.content) < 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_what_the_chat_refuses_is_said_on_the_page(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
+    answer = await port.event(port.number("export"), [USER, "a chat that another tab deleted"])
+    assert "does not exist" in answer["output"]["error"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_fault_of_the_server_keeps_its_traceback_and_its_words_to_the_log(
+    port: Port, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def break_down(*_: Any) -> None:
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(port.chats, "search", break_down)
+    answer = await port.event(port.number("search"), [USER], {"text": "x"})
+    assert "a fault of ours" not in json.dumps(answer)
+    log = capfd.readouterr().err
+    assert "Traceback" in log and "a fault of ours" in log
+
+
+PAGE, NAME = "new-" + "2" * 16, "3" * 16
+
+
+def listed(answer: dict[str, Any]) -> dict[str, Any]:
+    """The value of the list of chats in an event's answer."""
+    return answer["output"]["data"][2]
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["the model became ready", "the connection came back"])
+async def test_a_refresh_just_as_the_first_message_goes_off_shows_its_chat_and_says_that_it_was_taken(
+    answering: Port, ready: bool
+) -> None:
+    port = answering
+    names = f"{NAME} {'4' * 16}"
+    before = await port.event(port.number("resync"), [USER, PAGE, names, *FORM], {"ready": ready})
+    assert listed(before)["open"] == "" and listed(before)["sent"] == {NAME: "", "4" * 16: ""}
+    answer = await port.event(port.number("send"), [USER, PAGE, NAME, "", "Hello", *FORM], None, "lost")
+    chat = listed(answer)["open"]
+    assert chat and listed(answer)["sent"] == {NAME: chat}
+    after = await port.event(port.number("resync"), [USER, PAGE, names, *FORM], {"ready": ready})
+    assert listed(after)["open"] == chat and listed(after)["sent"] == {NAME: chat, "4" * 16: ""}
+
+
+async def test_a_message_that_is_sent_twice_is_taken_once(answering: Port) -> None:
+    port = answering
+    chat = await port.chats.new_chat(USER)
+    for target, shown, name in ((PAGE, "", NAME), (chat, chat, "5" * 16)):
+        found = set()
+        for _ in range(2):
+            answer = await port.event(port.number("send"), [USER, target, name, shown, "Hello", *FORM])
+            found.add(listed(answer)["open"])
+            await port.chats.stop(USER, listed(answer)["open"])
+        (taken_by,) = found
+        turns = (await port.chats.open_chat(USER, taken_by)).turns
+        assert [turn.text for turn in turns if turn.role == "user"] == ["Hello"]
+
+
+async def test_a_model_that_becomes_ready_sends_only_the_defaults_that_are_other_ones_than_shown(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent undoes what is typed before it arrives."""
+    monkeypatch.setattr(port.chats, "default_settings", lambda: SMALL_MODEL_DEFAULTS)
+    answer = await port.event(port.number("resync"), [USER, "", "", *show_form(DEFAULTS)], {"ready": True})
+    sent = answer["output"]["data"][-len(FIELDS) :]
+    changed = {n: v for n, v in zip(FIELDS, sent, strict=True) if v != {"__type__": "update"}}
+    small = dict(zip(FIELDS, show_form(SMALL_MODEL_DEFAULTS), strict=True))
+    assert changed == {n: small[n] for n, v in zip(FIELDS, show_form(DEFAULTS), strict=True) if small[n] != v} != {}
+    assert "seed" not in changed
+
+
+async def test_text_that_utf_8_cannot_hold_names_no_chat_and_breaks_no_stream(
+    port: Port, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for listener in port.listeners:
+        count = len(listener["inputs"])
+        data = [USER, *["\ud800"] * (count - 1)][:count]
+        message = await port.event(listener["id"], data, {"id": "\ud800", "text": "\ud800", "title": "\ud800"})
+        assert "surrogates" not in json.dumps(message)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_number_out_of_its_range_is_refused_in_the_page_s_words_each_time(port: Port) -> None:
+    for _ in range(3):
+        answer = await port.event(port.number("change_setting"), [USER, "", "", 0.7, 2.5, *FORM[3:]])
+        assert "Not kept: top_p=2.5" in json.dumps(answer["output"]["data"])
