@@ -64,16 +64,15 @@ async def test_a_watcher_gets_at_most_twelve_updates_a_second(store):
     assert 2 <= len(seen) <= (time.perf_counter() - start) * UPDATES_PER_SECOND + 2
 
 
-async def test_the_end_is_not_held_back_by_the_update_rate(store):
+async def test_the_end_is_not_held_back_by_the_update_rate(store, monkeypatch):
+    monkeypatch.setattr("app.jobs.UPDATES_PER_SECOND", 0.01)
     _, _, _, job = await begun(store, Script("x", end="hang"))
     watcher = asyncio.create_task(watched(job))
     await until(lambda: job.snapshot().text == "x")
-    await asyncio.sleep(2 / UPDATES_PER_SECOND)
+    await asyncio.sleep(0.1)
     job.stop()
     await job.wait()
-    start = time.perf_counter()
-    assert (await watcher)[-1].done
-    assert time.perf_counter() - start < 0.5 / UPDATES_PER_SECOND
+    assert (await asyncio.wait_for(watcher, 10))[-1].done
 
 
 async def test_a_reply_goes_on_when_its_watcher_leaves_and_nobody_returns(store):
@@ -239,13 +238,13 @@ async def test_an_unwatched_job_ends_only_where_that_was_asked_for(store):
         break  # a look in resets the clock
     await asyncio.sleep(0.15)
     assert not job.done
-    final = await asyncio.wait_for(job.wait(), 2)
+    final = await asyncio.wait_for(job.wait(), 10)
     assert final.status == "stopped" and "nobody was watching" in final.line
 
 
 async def test_a_job_that_nobody_ever_watched_is_abandoned_too(store):
     _, _, _, job = await begun(store, Script("x", end="hang"), abandon_after=0.1)
-    assert (await asyncio.wait_for(job.wait(), 2)).status == "stopped"
+    assert (await asyncio.wait_for(job.wait(), 10)).status == "stopped"
 
 
 async def test_an_error_of_the_engine_stands_under_the_reply_and_a_retry_works(store):
@@ -259,7 +258,7 @@ async def test_an_error_of_the_engine_stands_under_the_reply_and_a_retry_works(s
 
 async def test_a_stream_that_breaks_ends_the_reply_with_the_cause(store):
     _, chats, chat, job = await begun(store, Script("half", end="break"))
-    final = await asyncio.wait_for(job.wait(), 2)
+    final = await asyncio.wait_for(job.wait(), 10)
     assert (final.text, final.status) == ("half", "error") and final.line.endswith("error: lost the device")
     assert (await chats.open_chat("ann", chat)).turns[-1].line == final.line
 

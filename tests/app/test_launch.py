@@ -162,7 +162,7 @@ def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
             server.wait_for(lambda: server.health()["load"]["stage"] != "waiting to start")
         began = time.monotonic()
         assert server.end(sig) == 0, server.log()
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 20
         assert "Traceback" not in server.log()
 
 

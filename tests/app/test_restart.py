@@ -62,7 +62,7 @@ def test_a_fault_ends_every_request_with_its_cause_and_the_server_restarts_once_
         assert ask(server, 3)
         with pytest.raises(openai.APIError, match=CAUSES[kind]):
             ask(server, 50)
-        server.wait_for(lambda: "the server restarts" in server.log(), 5)
+        server.wait_for(lambda: "the server restarts" in server.log(), 30)
         # Whoever comes in between waits at the open port instead of being refused.
         assert patient_health(server)["ready"] in (False, True)
         server.wait_for(lambda: "again, after a fault:" in server.log(), 30)
@@ -72,7 +72,7 @@ def test_a_fault_ends_every_request_with_its_cause_and_the_server_restarts_once_
 
         with pytest.raises(openai.APIError, match=CAUSES[kind]):
             ask(server, 50)
-        server.wait_for(lambda: "it stays down" in server.log(), 5)
+        server.wait_for(lambda: "it stays down" in server.log(), 30)
         health = server.health()
         assert health["ready"] is False and CAUSES[kind] in health["error"]
         with pytest.raises(openai.APIStatusError, match=CAUSES[kind]) as refused:
@@ -80,7 +80,7 @@ def test_a_fault_ends_every_request_with_its_cause_and_the_server_restarts_once_
         assert refused.value.status_code == 503
         began = time.monotonic()
         assert server.end() == 0, server.log()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 15
 
 
 def test_a_server_killed_outright_leaves_nothing_that_keeps_the_next_one_from_its_port_and_folder(

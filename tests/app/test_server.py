@@ -231,5 +231,5 @@ def test_a_signal_in_mid_stream_ends_streams_and_server_cleanly(tmp_path: Path, 
                 while True:
                     panel.recv(timeout=10)
         assert server.process.wait(20) == 0, server.log()
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 15
         assert "Traceback" not in server.log() and "ERROR" not in server.log()
