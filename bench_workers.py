@@ -83,8 +83,10 @@ class Worker:
         assert self.process.stdout
         watchdog = threading.Timer(self.limit, self.kill)
         watchdog.start()
-        line = self.process.stdout.readline()
-        watchdog.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:  # ended in the midst of it, this program would otherwise live on until the limit
+            watchdog.cancel()
         if not line:
             self.log.seek(0)
             said = [text for text in self.log.read().splitlines() if text.strip()] or ["it said nothing"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import bench_table
 import bench_workers
 from bench_engines import Engine, Setup
 from bench_workloads import DEFAULT, workloads
-from processes import gone
+from processes import descendants, gone
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW_KEYS = {
@@ -178,6 +179,19 @@ def test_an_engine_that_hangs_is_ended_with_all_it_started_and_what_was_measured
     failed, why = results.missing["prefill_1024", "pageturn"]
     assert failed and why == "no answer within 3 s; it last said: in the midst of it"
     assert gone([int(child.read_text())], 5.0)
+
+
+def test_one_that_is_ended_in_the_midst_of_a_run_is_gone_at_once_with_its_engines(tiny: str) -> None:
+    command = [sys.executable, str(ROOT / "bench.py"), "--device", "cpu", "--model", tiny]
+    command += ["--workload", "load,decode_b8", "--runs", "1000"]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert program.stderr is not None
+    assert any("engines pageturn" in line for line in program.stderr)  # its first engine is on its way
+    started = set(descendants(program.pid))
+    program.terminate()
+    assert program.wait(30) == 128 + signal.SIGTERM
+    assert gone(started, seconds=10)
+    program.stderr.close()
 
 
 def test_the_table_has_the_ratio_its_goal_and_the_bound() -> None:
