@@ -113,8 +113,9 @@ def test_long_prompts_that_keep_arriving_never_make_a_running_stream_wait() -> N
     driver.drain()
 
 
-def test_many_short_prompts_are_read_in_several_steps_and_a_few_long_ones_in_one() -> None:
-    """The first of a burst have their tokens while the others are read."""
+def test_many_short_prompts_are_read_in_several_steps_and_longer_ones_in_steps_that_they_fill() -> None:
+    """The first of a burst have their tokens while the others are read; beyond 2,048 tokens a step is computed as if it
+    had the next power of two of them."""
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 2048}
     driver = Driver(history_engine(4096, 16, **limits))
     ids = [driver.add([i, i, *range(3, 66)] * 2, 2) for i in range(40)]
@@ -124,11 +125,22 @@ def test_many_short_prompts_are_read_in_several_steps_and_a_few_long_ones_in_one
     assert all(tokens <= 2048 for _, tokens in prompts)
     assert [driver.results[i].steps[0] for i in (ids[0], ids[15], ids[30])] == [1, 2, 3]
 
-    driver = Driver(history_engine(4096, 16, **limits))
-    for i in range(10):
-        driver.add([i, *range(3, 90)] * 10, 1)
-    driver.drain()
-    assert [len(plan.items) for plan in driver.plans] == [8, 2]
+    # Prompts of so many tokens, in steps of their own and beside a decode.
+    for length, alone, beside in (
+        (88 * 10, [8, 2], [9, 1]),
+        (88 * 6, [8, 8, 8], [15, 9]),
+        (88 * 4, [8, 8, 8], [11, 11, 2]),
+    ):
+        for steps, decodes in ((alone, 0), (beside, 1)):
+            driver = Driver(history_engine(4096, 16, **limits))
+            for i in range(decodes):
+                driver.add([90 + i], 40)
+                driver.step()
+            for i in range(sum(steps)):
+                driver.add([i, *range(3, 90)] * (length // 88), 1)
+            driver.drain()
+            found = [len(plan.items) - plan.num_decodes for plan in driver.plans if plan.num_decodes == decodes]
+            assert [count for count in found if count] == steps
 
 
 def test_a_lowered_budget_bounds_prompt_tokens_but_no_decode_and_prompts_still_advance() -> None:
