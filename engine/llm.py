@@ -282,7 +282,7 @@ class _Progress:
     """A bar of finished requests with the prefill and decode rates since the call began."""
 
     def __init__(self, total: int, engine: LLMEngine, *, enabled: bool) -> None:
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=not enabled, dynamic_ncols=True)
+        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True) if enabled else None
         self._stats = engine.stats
         self._prefill0, self._output0 = engine.stats.prefill_tokens, engine.stats.output_tokens
         self._started = self._shown = time.perf_counter()
@@ -292,14 +292,16 @@ class _Progress:
 
     def __exit__(self, *exc: object) -> None:
         self.refresh(force=True)
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def finished(self) -> None:
-        self._bar.update(1)
+        if self._bar is not None:
+            self._bar.update(1)
 
     def refresh(self, force: bool = False) -> None:
         now = time.perf_counter()
-        if self._bar.disable or (now - self._shown < 0.25 and not force):
+        if self._bar is None or (now - self._shown < 0.25 and not force):
             return
         self._shown = now
         seconds = max(now - self._started, 1e-9)
