@@ -34,7 +34,7 @@ class EngineConfig:
     max_num_batched_tokens  tokens (decodes + prefill chunks) of one step; None: 8192 on CUDA, on a CPU up to 1024,
                             fewer where a step would take longer than about 0.3 s
     max_model_len           tokens of prompt + output of one sequence; None: the model's own limit
-    kvcache_block_size      tokens a KV block holds; None: the backend's preference (16)
+    kvcache_block_size      tokens a KV block holds; None: the backend's preference (16; 32 on a card)
     num_kvcache_blocks      blocks of the pool; -1: from memory (on a CPU the smaller of 2 GiB and a quarter
                             of the memory free to this process). A pool below max_model_len is legal.
     gpu_memory_utilization  share of the card's memory the engine may use, (0, 1]

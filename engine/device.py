@@ -24,7 +24,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CPU_POOL_LIMIT = 2 * 2**30
 _BLOCK_SIZES = {
     "sdpa": 16,
-    "triton": 16,
+    "triton": 32,  # of 16 a long prompt costs the host twice as much
     "flash_attn": flash_attn.BLOCK_MULTIPLE,
 }  # tokens; what each attention backend prefers
 _BF16_CAPABILITY = (8, 0)  # Ampere, the first CUDA architecture with bfloat16 units

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from models.kernels import overlap
+
 LOG2_E = math.log2(math.e)
 MOST_SPLITS = 32
 
@@ -51,9 +53,11 @@ class Partials:
             self.log_sums,
             out,
             splits,
-            MOST_SPLITS=MOST_SPLITS,
+            MOST_SPLITS=8 if splits <= 8 else MOST_SPLITS,
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
+            num_warps=1,
+            **overlap.launch_options(out.device, rows),
         )
 
 
@@ -172,7 +176,9 @@ def _merge(
     MOST_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    overlap.wait_and_trigger(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, MOST_SPLITS)
     dim = tl.arange(0, DIM_PADDED)

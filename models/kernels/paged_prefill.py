@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.kernels import own_keys
+from models.kernels import overlap, own_keys
 from models.kernels.own_keys import OwnKeys, attend_own_keys
 from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, choose_splits
 
@@ -105,6 +105,7 @@ def paged_prefill(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
         num_stages=stages,
+        **overlap.launch_options(q.device, tokens),
     )
     if partials is not None:
         partials.merge(out)
@@ -214,6 +215,7 @@ def _paged_prefill(
     OWN: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # The last tiles first: late in a chunk they have the most keys.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -224,10 +226,11 @@ def _paged_prefill(
     first_row = tl.load(query_start + seq) - base
     new = tl.load(query_start + seq + 1) - base - first_row
     first_query = (tile - first_row // BLOCK_Q - seq) * BLOCK_Q
-    if first_query >= new:
-        return
     context = tl.load(context_lens + seq)
     cached = context - new
+    overlap.wait_and_trigger(OVERLAP)
+    if first_query >= new:
+        return
 
     lane = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_PADDED)

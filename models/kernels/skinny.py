@@ -1,8 +1,10 @@
-"""x W^T for three to 64 rows of x: a matrix product that is bound by the bytes of W, each of which is read once.
+"""x W^T for three to 256 rows of x: a matrix product that is bound by the bytes of W.
 
-A program takes all rows of x (padded to a tile that tensor cores take) and a few rows of W. Where the rows of W are too
-few to fill the card, several programs share them and cut K between them, and the one that finishes last adds the parts
-up, always in the same order. All of W can be asked for before the kernel before has finished (see overlap.py):
+A program takes up to 128 rows of x (padded to a tile that tensor cores take) and a few rows of W; up to 64 rows of x W
+is read once. Where the rows of W are too few to fill the card, several programs share them and cut K between them, and
+the one that finishes last adds the parts up, always in the same order. All of W can be asked for before the kernel
+before has finished (see overlap.py), and that, with the norms and SwiGLU inside, is what more than 64 rows gain here
+over a library's product:
 
     held   a program's share of W stands in its registers by then: a small one (_HELD_COLUMNS columns), so that all
            programs find room beside the kernel before. Where the rows of W are few, which have to be shared anyway.
@@ -29,7 +31,10 @@ from torch import Tensor
 from models.kernels import gemv, overlap, rmsnorm
 from models.kernels.rmsnorm import Norm
 
-MAX_ROWS = 64
+MAX_ROWS = 256
+
+_LEAST_BLOCK_N = 32
+_LEAST_BLOCK_M = 64  # where several programs share the rows of x
 
 _HELD_COLUMNS = 512
 _MOST_HELD_ROWS = 32  # of x; more take the registers that W would stand in
@@ -53,7 +58,8 @@ class Added:
 def counters(weight: Tensor) -> Tensor:
     """What the programs that share rows of this weight count their arrivals in: zeros, and zeros again after a launch.
     Launches that may run at once must not share it."""
-    return torch.zeros(triton.cdiv(weight.shape[0], 16), dtype=torch.int32, device=weight.device)
+    most = triton.cdiv(weight.shape[0], _LEAST_BLOCK_N) * (MAX_ROWS // _LEAST_BLOCK_M)
+    return torch.zeros(most, dtype=torch.int32, device=weight.device)
 
 
 def skinny(
@@ -117,7 +123,7 @@ def _launch(
     if tile.splits > 1:
         parts = torch.empty(tile.splits, rows, weight.shape[0], dtype=torch.float32, device=x.device)
     norm, added = adds or (None, None)
-    _skinny[(triton.cdiv(weight.shape[0], tile.block_n), tile.splits)](
+    _skinny[(triton.cdiv(weight.shape[0], tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))](
         x,
         weight,
         weight if bias is None else bias,
@@ -137,39 +143,58 @@ def _launch(
         GATED=gated,
         GROUPS=0 if begun is None else begun.squares.shape[0],
         ADDS=added is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         SPLITS=tile.splits,
         HELD=tile.is_held,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=4,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **overlap.launch_options(x.device, rows),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """block_n: rows of W a program; block_k: columns of W a load; splits: programs that share rows of W."""
+    """block_m, block_n: rows of x and of W a program; block_k: columns of W a load; splits: programs that share rows of
+    both."""
 
+    block_m: int
     block_n: int
     block_k: int
-    splits: int
-    is_held: bool
+    splits: int = 1
+    is_held: bool = False
+    warps: int = 4
+    stages: int = 4
 
 
 def _tile(rows: int, outputs: int, columns: int) -> _Tile:
-    """Measured on an H200 with the products of Qwen3-0.6B."""
+    """Measured on an H200 with the products of Qwen3-0.6B, within whole steps."""
     few = outputs // 32 < 128  # to fill the card
+    if rows > 64:
+        return _tile_of_many(rows, outputs, columns, few)
+    block_m = max(16, triton.next_power_of_2(rows))
     splits = columns // _HELD_COLUMNS
     if few and rows <= _MOST_HELD_ROWS and columns % _HELD_COLUMNS == 0 and splits <= _MOST_HELD_SPLITS:
-        return _Tile(32, 256 if rows <= 16 else 512, splits, True)
+        return _Tile(block_m, 32, 256 if rows <= 16 else 512, splits, True)
     block_k = 128 if columns % 128 == 0 else 64
     splits = 1
     while outputs // 32 * splits < 128 and columns % (2 * splits * block_k) == 0 and splits < 8:
         splits *= 2
-    return _Tile(64 if rows > 32 and outputs > 4096 else 32, block_k, splits, False)
+    return _Tile(block_m, 64 if rows > 32 and outputs > 4096 else 32, block_k, splits, False)
+
+
+def _tile_of_many(rows: int, outputs: int, columns: int, few: bool) -> _Tile:
+    """Of more than 64 rows, where what is loaded for each product counts: x is, for every tile of W anew."""
+    widest = next(block_k for block_k in (256, 128, 64) if columns % block_k == 0)
+    block_k = min(widest, 128)
+    if few:
+        splits = 2 if rows <= 128 and columns > 2048 and columns % (2 * widest) == 0 else 1
+        return _Tile(64, 32, widest, splits, stages=3)
+    if outputs <= 4096:
+        return _Tile(64, 64, block_k) if rows <= 128 else _Tile(128, 64, block_k, warps=8, stages=3)
+    return _Tile(128, 64, block_k, warps=8, stages=3) if rows <= 128 else _Tile(128, 128, 64, warps=8)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -217,7 +242,8 @@ def _skinny(
     exists = lane < weight_rows
     source = weight + tl.where(exists, n, 0).to(tl.int64)[:, None] * COLUMNS
     k = tl.arange(0, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    counter = arrived + tl.program_id(2) * tl.num_programs(0) + group
     present = (m < rows)[:, None]
     mine = present & exists[None, :]
     place = m[:, None] * outputs + n[None, :]
@@ -229,7 +255,7 @@ def _skinny(
         line = start + tl.arange(0, triton.next_power_of_2(SHARE // LINE)) * LINE
         overlap.prefetch(source + tl.minimum(line, end - 1)[None, :], OVERLAP)
     if SPLITS > 1:
-        overlap.prefetch(arrived + group, OVERLAP)
+        overlap.prefetch(counter, OVERLAP)
     if ADDS:  # no kernel makes these just before
         added = tl.load(residual + place, mask=mine, other=0.0).to(tl.float32)
         gains = tl.load(gain + n, mask=exists, other=0.0).to(tl.float32)
@@ -255,13 +281,13 @@ def _skinny(
         part = parts + m[:, None] * weight_rows + lane[None, :]
         tl.store(part + split * (rows * weight_rows), sums, mask=mine)
         tl.debug_barrier()  # all warps have stored before one of them counts
-        if tl.atomic_add(arrived + group, 1, sem="acq_rel") != SPLITS - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") != SPLITS - 1:
             return
         sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for other in tl.static_range(SPLITS):
             # From the L2 cache: another multiprocessor wrote it.
             sums += tl.load(part + other * (rows * weight_rows), mask=mine, other=0.0, cache_modifier=".cg")
-        tl.store(arrived + group, 0)
+        tl.store(counter, 0)
     if GROUPS > 0:
         sums *= tl.rsqrt(tl.sum(square, 0) / COLUMNS + eps)[:, None]
     if HAS_BIAS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.batch import ForwardBatch
-from models.kernels import own_keys
+from models.kernels import overlap, own_keys
 from models.kernels.own_keys import OwnKeys
 from models.kernels.paged_decode import SplitWalk, decode_qkv, paged_decode
 from models.kernels.paged_keys import MOST_SPLITS, Partials, choose_splits
@@ -45,6 +45,7 @@ class TritonBackend(AttentionBackend):
     """window: keys that a query sees, itself included; 0: all before it."""
 
     name = "triton"
+    preferred_block_size = 32
     wants_device_lengths = True
     has_forward_qkv = True
 
@@ -98,8 +99,9 @@ class TritonBackend(AttentionBackend):
         """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
         block_size, kv_heads, dim = k_cache.shape[1:]
         group, device = num_heads // kv_heads, k_cache.device
-        for rows in WARM_UP_ROWS:
-            tokens = max(1, rows // group)
+        # Launches of few tokens overlap, which is another form.
+        few = overlap.MOST_ROWS, overlap.MOST_ROWS + 1
+        for tokens in sorted({*(max(1, rows // group) for rows in WARM_UP_ROWS), *few}):
             qkv = torch.zeros(tokens, (num_heads + 2 * kv_heads) * dim, dtype=k_cache.dtype, device=device)
             q = qkv.view(tokens, -1, dim)[:, :num_heads]
             out = torch.empty(q.shape, dtype=q.dtype, device=device)
@@ -115,6 +117,9 @@ class TritonBackend(AttentionBackend):
                               processors=processors)  # fmt: skip
         for splits in (1, 2, MOST_SPLITS):
             self._warm_up_decodes(splits, num_heads, k_cache, v_cache)
+            for tokens in few if splits > 1 else ():
+                out = torch.empty(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
+                Partials.empty(tokens, num_heads, splits, dim, device).merge(out)
 
     def _warm_up_rotation(self, qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
         """In place, of rows without a slot."""

@@ -73,7 +73,7 @@ NO_COMPILER = Machine(capability=(9, 0), no_triton="triton fails on this card: R
 def test_auto_takes_the_card_if_there_is_one_and_the_fastest_dtype_that_is_native(machine, device, dtype):
     plan = DeviceManager(EngineConfig(), machine).resolve()
     assert (str(plan.device), plan.dtype) == (device, dtype)
-    assert (plan.attention_backend, plan.block_size) == ("triton" if device == "cuda:0" else "sdpa", 16)
+    assert (plan.attention_backend, plan.block_size) == (("triton", 32) if device == "cuda:0" else ("sdpa", 16))
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, SERVER, TURING, HOPPER, NO_COMPILER])

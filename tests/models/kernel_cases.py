@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from models.batch import ForwardBatch
 from models.kernels import (
     gemv,
+    overlap,
     own_keys,
     paged_decode,
     paged_keys,
@@ -483,6 +484,7 @@ def test_every_form_is_compiled_by_the_warm_up(
     """It must run on a pool of a single block, whatever the block size."""
     if not ON_CARD:
         monkeypatch.setattr(triton_attention, "WARM_UP_ROWS", (16, 64, 128))  # 8,192 are many here
+        monkeypatch.setattr(overlap, "MOST_ROWS", 4)
     for shape in SHAPES if ON_CARD else SHAPES[-1:]:
         cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
         TritonBackend().warm_up(shape[0], cache, cache)
@@ -555,7 +557,18 @@ def test_silu_mul(rows: int, size: int, any_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     ("rows", "norm"),
-    [(1, "no norm"), (1, "norm"), (1, "sum and norm"), (2, "sum and norm"), (3, ""), (5, ""), (17, ""), (64, "")],
+    [
+        (1, "no norm"),
+        (1, "norm"),
+        (1, "sum and norm"),
+        (2, "sum and norm"),
+        (3, ""),
+        (5, ""),
+        (17, ""),
+        (64, ""),
+        (65, ""),
+        (150, ""),
+    ],
 )
 @pytest.mark.parametrize("shape", [(6, 64), (40, 576), (74, 2304)], ids=str)
 def test_products_of_few_rows(
@@ -581,7 +594,7 @@ def test_products_of_few_rows(
     assert not arrived.any()
 
 
-@pytest.mark.parametrize("rows", [3, 16, 17, 33, 64])
+@pytest.mark.parametrize("rows", [3, 16, 17, 33, 64, 129])
 @pytest.mark.parametrize(
     "shape", [(6, 64), (74, 512), (40, 1536), (74, 2304), *([(1024, 2048), (1024, 3072)] if ON_CARD else [])], ids=str
 )
@@ -640,7 +653,7 @@ def test_products_of_few_rows_share_the_columns_where_outputs_are_few(any_dtype:
 
 
 @pytest.mark.skipif(not ON_CARD, reason="too many programs for the interpreter")
-@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 64, 96, 256])
 @pytest.mark.parametrize("shape", [(4096, 1024), (6144, 1024), (1024, 3072), (66_000, 512)], ids=str)
 def test_products_in_the_tiles_of_many_outputs(shape: tuple[int, int], rows: int, any_dtype: torch.dtype) -> None:
     torch.manual_seed(17)
