@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+_LEAST_CAPABILITY = (8, 0)  # asynchronous copies, and room in shared memory for tiles on the way
+
 
 def load(name: str, device: torch.device) -> Any:
     """The module models.kernels.<name>, None where tensors on `device` cannot go through its kernels."""
@@ -32,8 +34,13 @@ def why_unusable(device_type: str) -> str | None:
         from models.kernels import silu_mul
     except ImportError as error:
         return f"triton cannot be imported: {error}"
-    x = torch.ones(1, 2, device="cuda")
     try:
+        capability = torch.cuda.get_device_capability()
+        if capability < _LEAST_CAPABILITY:
+            return "the Triton kernels want compute capability {}.{}, this card has {}.{}".format(
+                *_LEAST_CAPABILITY, *capability
+            )
+        x = torch.ones(1, 2, device="cuda")
         out = float(silu_mul.silu_mul(x))
     except Exception as error:  # whatever a compiler or driver fails with is the reason that is reported
         return f"triton fails on this card: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

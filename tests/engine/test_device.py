@@ -57,23 +57,26 @@ class Machine(Probe):
 
 
 LAPTOP, SERVER = Machine(), Machine(cpu_bf16="avx512_bf16")
-TURING, HOPPER = Machine(capability=(7, 5)), Machine(capability=(9, 0))
+TURING = Machine(capability=(7, 5), no_triton="the Triton kernels want compute capability 8.0, this card has 7.5")
+HOPPER = Machine(capability=(9, 0))
 NO_COMPILER = Machine(capability=(9, 0), no_triton="triton fails on this card: RuntimeError: Failed to find C compiler")
 
 
 @pytest.mark.parametrize(
-    ("machine", "device", "dtype"),
+    ("machine", "device", "dtype", "backend", "block_size"),
     [
-        (LAPTOP, "cpu", torch.float32),
-        (SERVER, "cpu", torch.bfloat16),
-        (TURING, "cuda:0", torch.float16),
-        (HOPPER, "cuda:0", torch.bfloat16),
+        (LAPTOP, "cpu", torch.float32, "sdpa", 16),
+        (SERVER, "cpu", torch.bfloat16, "sdpa", 16),
+        (TURING, "cuda:0", torch.float16, "sdpa", 16),
+        (HOPPER, "cuda:0", torch.bfloat16, "triton", 32),
     ],
 )
-def test_auto_takes_the_card_if_there_is_one_and_the_fastest_dtype_that_is_native(machine, device, dtype):
+def test_auto_takes_the_card_if_there_is_one_and_the_fastest_dtype_that_is_native(
+    machine, device, dtype, backend, block_size
+):
     plan = DeviceManager(EngineConfig(), machine).resolve()
     assert (str(plan.device), plan.dtype) == (device, dtype)
-    assert (plan.attention_backend, plan.block_size) == (("triton", 32) if device == "cuda:0" else ("sdpa", 16))
+    assert (plan.attention_backend, plan.block_size) == (backend, block_size)
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, SERVER, TURING, HOPPER, NO_COMPILER])

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from models import kernels
 from models.kernels import (
     gemv,
     overlap,
@@ -42,8 +43,8 @@ from models.kernels.rmsnorm import Norm
 from models.kernels.rope_cache import Rotation
 from models.kernels.row_settings import RowSettings
 
-HOPPER = GPUTarget("cuda", 90, 32)
-HOPPER_SHARED_BYTES = 227 * 1024
+HOPPER, ADA = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)  # an L4 or a GeForce RTX 4090 is Ada
+HOPPER_SHARED_BYTES, ADA_SHARED_BYTES = 227 * 1024, 99 * 1024
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"} | {
     torch.float64: "*fp64",
@@ -54,9 +55,15 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", t
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What the launches in a test would have run: they compile and stop there."""
+    monkeypatch.setattr(overlap, "_is_able", lambda device: True)
+    return compile_only(monkeypatch, tmp_path, HOPPER)
+
+
+def compile_only(patch: pytest.MonkeyPatch, cache: Path, target: GPUTarget) -> list[Any]:
+    """From here on launches compile for the target and add to the list what they would have run."""
     found: list[Any] = []
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
         types, constants, attributes = {}, {}, {}
@@ -71,12 +78,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             else:
                 types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         source = ASTSource(self, types, constants, attributes)
-        found.append(triton.compile(source, target=HOPPER, options=options))
+        found.append(triton.compile(source, target=target, options=options))
 
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(overlap, "_is_able", lambda device: True)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    patch.setattr(JITFunction, "run", run)
+    patch.setenv("TRITON_CACHE_DIR", str(cache))
     return found
+
+
+def test_cards_that_the_kernels_are_not_written_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    why = kernels.why_unusable.__wrapped__("cuda")
+    assert why == "the Triton kernels want compute capability 8.0, this card has 7.5"
 
 
 def assembler_report(kernel: Any, folder: Path) -> str:
@@ -196,6 +208,30 @@ def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled
     for kernel in compiled:
         assert kernel.metadata.launch_pdl and kernel.metadata.shared <= HOPPER_SHARED_BYTES
         assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_attention_fits_the_shared_memory_of_smaller_cards(
+    dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled = compile_only(monkeypatch, tmp_path, ADA)
+    _, keys, values, _, lens, tables = pages(dim)
+    for tokens in (8, 64, 1024):
+        q, start = torch.zeros(tokens, 4, dim, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
+        paged_prefill.paged_prefill(q, keys, values, start, lens, tables, 1.0, out=torch.empty_like(q))
+    paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, out=torch.empty_like(q[:1]))
+    assert len(compiled) == 4 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256])
+def test_products_fit_the_shared_memory_of_smaller_cards(
+    rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled = compile_only(monkeypatch, tmp_path, ADA)
+    for outputs, columns, _, gated in PRODUCTS:
+        x, weight = torch.zeros(rows, columns, dtype=BF16), torch.zeros(outputs, columns, dtype=BF16)
+        FewRows(weight, None, gated=gated)(x)
+    assert len(compiled) == 4 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
