@@ -576,6 +576,8 @@ def test_products_of_few_rows(
 ) -> None:
     torch.manual_seed(12)
     outputs, columns = shape
+    if not ON_CARD and columns > 1000 and any_dtype == torch.float16:
+        pytest.skip("float32 shows the walk along many columns; the interpreter takes a second for each")
     x, residual = (torch.randn(rows, columns).to(any_dtype).to(DEVICE) for _ in range(2))
     weight = (torch.randn(shape) * columns**-0.5).to(any_dtype).to(DEVICE)
     bias = torch.randn(outputs).to(any_dtype).to(DEVICE) if rows % 2 else None

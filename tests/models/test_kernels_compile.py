@@ -171,7 +171,7 @@ def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
 PRODUCTS = [(4096, 1024, True, False), (1024, 2048, False, False), (6144, 1024, True, True), (1024, 3072, False, False)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 3, 32, 64, 128, 256])
 @pytest.mark.parametrize("product", PRODUCTS, ids=str)
 def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, compiled: list[Any]) -> None:
     outputs, columns, normed, gated = product
@@ -198,7 +198,7 @@ def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, c
         assert rows < 64 or "wgmma" in ptx
 
 
-@pytest.mark.parametrize("rows", [3, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [3, 64, 256])
 def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled: list[Any], tmp_path: Path) -> None:
     hidden, wide = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 3072, dtype=BF16)
     added = FewRows(torch.zeros(1024, 3072, dtype=BF16), None, gated=False).add(wide, Norm(hidden[0], 1e-6, hidden))
@@ -210,28 +210,26 @@ def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled
         assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [128, 256])
 def test_attention_fits_the_shared_memory_of_smaller_cards(
     dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiled = compile_only(monkeypatch, tmp_path, ADA)
-    _, keys, values, _, lens, tables = pages(dim)
-    for tokens in (8, 64, 1024):
-        q, start = torch.zeros(tokens, 4, dim, dtype=BF16), torch.tensor([0, tokens], dtype=torch.int32)
-        paged_prefill.paged_prefill(q, keys, values, start, lens, tables, 1.0, out=torch.empty_like(q))
+    q, keys, values, start, lens, tables = pages(dim)
+    paged_prefill.paged_prefill(q, keys, values, start, lens, tables, 1.0, out=torch.empty_like(q))
     paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, out=torch.empty_like(q[:1]))
-    assert len(compiled) == 4 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
+    assert len(compiled) == 2 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
 
 
-@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [64, 256])  # of the largest tiles
 def test_products_fit_the_shared_memory_of_smaller_cards(
     rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiled = compile_only(monkeypatch, tmp_path, ADA)
-    for outputs, columns, _, gated in PRODUCTS:
+    for outputs, columns, _, gated in PRODUCTS[2:]:
         x, weight = torch.zeros(rows, columns, dtype=BF16), torch.zeros(outputs, columns, dtype=BF16)
         FewRows(weight, None, gated=gated)(x)
-    assert len(compiled) == 4 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
+    assert len(compiled) == 2 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
