@@ -68,7 +68,7 @@ def test_the_cards_greedy_tokens_in_fp32_are_transformers(
 def test_preempted_requests_on_the_card_lose_no_token(tiny_llama: Path, backend: str) -> None:
     settings = {"device": "cuda", "dtype": "float32", "attention_backend": backend}
     roomy = LLM(tiny_llama, **settings)
-    tight = LLM(tiny_llama, **settings, num_kvcache_blocks=24)
+    tight = LLM(tiny_llama, **settings, num_kvcache_blocks=24, kvcache_block_size=16)
     expected = [out.token_ids for out in roomy.generate(prompts(6), GREEDY, use_tqdm=False)]
     assert [out.token_ids for out in tight.generate(prompts(6), GREEDY, use_tqdm=False)] == expected
     assert tight.stats()["preemptions"] > 0
@@ -137,7 +137,9 @@ def test_bf16_logits_with_triton_are_as_near_to_fp32_as_with_sdpa(kind: str, req
     assert errors["triton", "bfloat16"] < 1.25 * errors["sdpa", "bfloat16"] + 1e-3
 
 
-GRAPHED = {"device": "cuda", "dtype": "float32", "max_num_seqs": 20, "num_kvcache_blocks": 400}
+GRAPHED = {
+    "device": "cuda", "dtype": "float32", "max_num_seqs": 20, "kvcache_block_size": 16, "num_kvcache_blocks": 400,
+}  # fmt: skip
 
 
 def count_replays(llm: LLM) -> list[Shape]:

@@ -28,7 +28,10 @@ pytestmark = [
 ]
 
 NEW = 48
-TIGHT = {"device": "cuda", "dtype": "float32", "num_kvcache_blocks": 24, "max_num_batched_tokens": 96}
+TIGHT = {
+    "device": "cuda", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 24,
+    "max_num_batched_tokens": 96,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 SAMPLED = [
     SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=3, max_tokens=NEW, ignore_eos=True),
