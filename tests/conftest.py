@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
     # The longest first, so that no process is left alone with them at the end.
-    items.sort(key=lambda item: item.path.stem != "test_kernels_interpreted")
+    items.sort(key=lambda item: "browser" not in item.path.parts and item.path.stem != "test_kernels_interpreted")
 
 
 @pytest.hookimpl(optionalhook=True)
