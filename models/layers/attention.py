@@ -12,13 +12,12 @@ from models.batch import ForwardBatch
 class AttentionBackend(ABC):
     """Computes one layer's attention of one step. One object serves all layers.
 
-    preferred_block_size is the KV block size, in tokens, to use where the user sets none. What a backend derives
-    from the batch and not from the layer belongs into batch.scratch, under its own name. wants_device_lengths asks
-    for the batch's query_start and context_lens_tensor; has_forward_qkv says that there is a forward_qkv.
+    What a backend derives from the batch and not from the layer belongs into batch.scratch, under its own name.
+    wants_device_lengths asks for the batch's query_start and context_lens_tensor; has_forward_qkv says that there is a
+    forward_qkv. Which KV block size each prefers DeviceManager knows, which chooses before there is a backend.
     """
 
     name: str
-    preferred_block_size: int = 16
     wants_device_lengths: bool = False
     has_forward_qkv: bool = False
 

@@ -63,7 +63,6 @@ class FlashAttnBackend(AttentionBackend):
     """Raises ImportError where the package cannot be used."""
 
     name = "flash_attn"
-    preferred_block_size = BLOCK_MULTIPLE
 
     def __init__(self) -> None:
         if reason := why_unusable():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ class TritonBackend(AttentionBackend):
     """window: keys that a query sees, itself included; 0: all before it."""
 
     name = "triton"
-    preferred_block_size = 32
     wants_device_lengths = True
     has_forward_qkv = True
 
@@ -99,9 +98,9 @@ class TritonBackend(AttentionBackend):
         """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
         block_size, kv_heads, dim = k_cache.shape[1:]
         group, device = num_heads // kv_heads, k_cache.device
-        # Launches of few tokens overlap, which is another form.
-        few = overlap.MOST_ROWS, overlap.MOST_ROWS + 1
-        for tokens in sorted({*(max(1, rows // group) for rows in WARM_UP_ROWS), *few}):
+        # Launches of few tokens overlap, which is a form of its own.
+        around_few = overlap.MOST_ROWS, overlap.MOST_ROWS + 1
+        for tokens in sorted({*(max(1, rows // group) for rows in WARM_UP_ROWS), *around_few}):
             qkv = torch.zeros(tokens, (num_heads + 2 * kv_heads) * dim, dtype=k_cache.dtype, device=device)
             q = qkv.view(tokens, -1, dim)[:, :num_heads]
             out = torch.empty(q.shape, dtype=q.dtype, device=device)
@@ -117,9 +116,9 @@ class TritonBackend(AttentionBackend):
                               processors=processors)  # fmt: skip
         for splits in (1, 2, MOST_SPLITS):
             self._warm_up_decodes(splits, num_heads, k_cache, v_cache)
-            for tokens in few if splits > 1 else ():
-                out = torch.empty(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
-                Partials.empty(tokens, num_heads, splits, dim, device).merge(out)
+        for tokens, splits in product(around_few, (2, MOST_SPLITS)):
+            out = torch.empty(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
+            Partials.empty(tokens, num_heads, splits, dim, device).merge(out)
 
     def _warm_up_rotation(self, qkv: Tensor, heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
         """In place, of rows without a slot."""
