@@ -9,6 +9,7 @@ look up the last token, and not even that where the token is still on its way fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,12 @@ from engine.graph_sampling import GraphSampling
 from engine.graph_shapes import Shape
 from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
+from engine.shared_prefixes import SharedPrefixFinder, num_tiles
+from models.batch import SharedPrefixes
 from models.kernels.row_settings import WORDS
 
 # The buffer's columns: of 64-bit words one for each token, then one for each sequence; then 32-bit ones, likewise one
-# for each sequence, the last with one more place.
+# for each sequence, the last with one more place. What decodes share comes behind them, also of 32 bits.
 _TOKEN_COLUMNS = _IDS, _POSITIONS, _SLOTS = range(3)
 _ROW_COLUMNS = _TABLE_ROWS, _DRAW_ROWS, _DRAWN, _LAST = range(4)
 _SHORT_COLUMNS = _CONTEXTS, _BLOCKS, _SOURCES, _STARTS = range(4)
@@ -43,6 +46,7 @@ class GraphBuffers:
     blocks                        int32 [S]      the block of each sequence's last token
     sources                       int32 [S]      see models.kernels.step_rows
     query_start                   int32 [S + 1]
+    shared                        what its decodes have in common; None where such steps do not ask
     """
 
     input_ids: Tensor
@@ -56,6 +60,7 @@ class GraphBuffers:
     blocks: Tensor
     sources: Tensor
     query_start: Tensor
+    shared: SharedPrefixes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,19 @@ class GraphInputs:
     """Inputs of steps of the given shapes. tables int32 [max_num_seqs + 1, max_blocks_per_seq], on the device; the last
     row is the padding's. step_tables has those of a step's sequences.
 
+    per_tile: of a number of decodes, how many that share a prefix are taken together (see AttentionBackend).
+    shares: whether going by what the decodes of the last step that was sent have in common pays.
     drawn: by sequence id, the row in which the last step that was sent draws that sequence's token.
     """
 
     def __init__(
-        self, tables: BlockTables, vocab_size: int, block_size: int, shapes: list[Shape], device: torch.device
+        self,
+        tables: BlockTables,
+        vocab_size: int,
+        block_size: int,
+        shapes: list[Shape],
+        device: torch.device,
+        per_tile: Callable[[int], int] = lambda decodes: 0,
     ) -> None:
         num_rows, self._width = tables.array.shape
         self._host_tables = tables
@@ -86,7 +99,12 @@ class GraphInputs:
         self.tables = torch.zeros(num_rows + 1, self._width, dtype=torch.int32, device=device)
         most = max(shape.sequences for shape in shapes)
         self.step_tables = torch.zeros(most, self._width, dtype=torch.int32, device=device)
-        self._storage = torch.zeros(max(map(_num_words, shapes)), dtype=torch.int64, device=device)
+        self._per_tile = {shape.decodes: per_tile(shape.decodes) for shape in shapes}
+        most_decodes, widest = max(shape.decodes for shape in shapes), max(self._per_tile.values())
+        self._prefixes = SharedPrefixFinder(widest, most_decodes, block_size) if widest else None
+        self.shares = False
+        self._looked_at = np.empty(0, np.int64)  # rows of the decodes that _prefixes has looked at last
+        self._storage = torch.zeros(max(map(self._num_words, shapes)), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         # Words of each newcomer: its row, its settings, its table.
@@ -97,7 +115,7 @@ class GraphInputs:
 
     def buffers(self, shape: Shape) -> GraphBuffers:
         """The device's buffers for steps of a shape; those of all shapes lie in the same memory."""
-        return _cut(self._storage, shape)
+        return self._cut(self._storage, shape)
 
     def send(self, items: list[ScheduledSequence], num_decodes: int, shape: Shape, turn: int) -> bool:
         """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
@@ -133,11 +151,14 @@ class GraphInputs:
         host["slots"][:n] = last_blocks[:n] * self._block_size + (ends[:n] - 1) % self._block_size
         host["input_ids"][n : shape.decodes] = host["positions"][n : shape.decodes] = 0
         host["slots"][n : shape.decodes] = -1
+        self.shares = False
+        if self._per_tile[shape.decodes]:
+            self._fill_shared(host, items[:n], rows[:n], ends[:n], anew=bool(newcomers))
         if shape.tokens:
             self._fill_chunks(host, shape, sequences, rows[n:])
         if newcomers:
             self._introduce(newcomers, turn)
-        used = _num_words(shape)
+        used = self._num_words(shape)
         self._storage[:used].copy_(self._pinned[turn][:used], non_blocking=True)
         sampled = [i for i, item in enumerate(items) if item.samples]
         if len(sampled) < count:
@@ -227,11 +248,65 @@ class GraphInputs:
         host["input_ids"][offset:] = host["positions"][offset:] = 0
         host["slots"][offset:] = -1
 
+    def _fill_shared(
+        self,
+        host: dict[str, np.ndarray],
+        decodes: list[ScheduledSequence],
+        rows: np.ndarray,
+        ends: np.ndarray,
+        anew: bool,
+    ) -> None:
+        prefixes = self._prefixes
+        assert prefixes is not None
+        if anew or not np.array_equal(rows, self._looked_at):
+            self._looked_at = rows.copy()
+            filled = [self._host_tables.rows[item.seq.seq_id].filled for item in decodes]
+            limits = np.minimum(filled, (ends - 1) // self._block_size)
+            prefixes.look(self._host_tables.array[rows], limits)
+        tiles = len(host["lens"])
+        host["members"][:], host["lens"][:] = prefixes.members[:tiles], prefixes.lens[:tiles]
+        host["skipped"][:] = prefixes.skipped[: len(host["skipped"])]
+        self.shares = prefixes.pays
+
     def _host_buffer(self, shape: Shape, turn: int) -> dict[str, np.ndarray]:
-        cut = _cut(self._pinned[turn], shape)
-        views = {name: getattr(cut, name).numpy() for name in GraphBuffers.__slots__}
-        self._host[shape, turn] = views
+        cut = self._cut(self._pinned[turn], shape)
+        columns = {name: getattr(cut, name) for name in GraphBuffers.__slots__ if name != "shared"}
+        if cut.shared is not None:
+            columns |= {name: getattr(cut.shared, name) for name in SharedPrefixes.__slots__}
+        views = self._host[shape, turn] = {name: column.numpy() for name, column in columns.items()}
         return views
+
+    def _edges(self, shape: Shape) -> list[int]:
+        """Words of 64 bits that the parts of a step's inputs take: by token, by sequence, by sequence in 32 bits, and
+        what decodes share."""
+        tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
+        per_tile = self._per_tile[shape.decodes]
+        shared = num_tiles(shape.decodes, per_tile) * (per_tile + 1) + shape.decodes if per_tile else 0
+        sizes = len(_TOKEN_COLUMNS) * tokens, len(_ROW_COLUMNS) * rows, len(_SHORT_COLUMNS) * short
+        return [*sizes, _padded(_halves(shared))]
+
+    def _num_words(self, shape: Shape) -> int:
+        return sum(self._edges(shape))
+
+    def _cut(self, storage: Tensor, shape: Shape) -> GraphBuffers:
+        """A step's columns in the words of `storage`."""
+        edges = self._edges(shape)
+        by_token, by_row, by_half, for_shared = storage[: sum(edges)].split(edges)
+        ids, positions, slots = by_token.view(len(_TOKEN_COLUMNS), -1)[:, : shape.total]
+        table_rows, draw_rows, drawn_positions, last_tokens = by_row.view(len(_ROW_COLUMNS), -1)[:, : shape.sequences]
+        halves = by_half.view(torch.int32).view(len(_SHORT_COLUMNS), -1)
+        contexts, blocks, sources = halves[:_STARTS, : shape.sequences]
+        starts = halves[_STARTS, : shape.sequences + 1]
+        shared, per_tile = None, self._per_tile[shape.decodes]
+        if per_tile:
+            tiles = num_tiles(shape.decodes, per_tile)
+            sizes = tiles * per_tile, tiles, shape.decodes
+            members, lens, skipped = for_shared.view(torch.int32)[: sum(sizes)].split(sizes)
+            shared = SharedPrefixes(members.view(tiles, per_tile), lens, skipped)
+        return GraphBuffers(
+            ids, positions, slots, table_rows, draw_rows, drawn_positions, last_tokens, contexts, blocks, sources,
+            starts, shared,
+        )  # fmt: skip
 
 
 def _padded(size: int) -> int:
@@ -242,24 +317,3 @@ def _padded(size: int) -> int:
 def _halves(size: int) -> int:
     """Words that so many 32-bit values take."""
     return (size + 1) // 2
-
-
-def _num_words(shape: Shape) -> int:
-    """Of 64 bits."""
-    tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
-    return len(_TOKEN_COLUMNS) * tokens + len(_ROW_COLUMNS) * rows + len(_SHORT_COLUMNS) * short
-
-
-def _cut(storage: Tensor, shape: Shape) -> GraphBuffers:
-    """A step's columns in the words of `storage`."""
-    tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
-    edges = [len(_TOKEN_COLUMNS) * tokens, len(_ROW_COLUMNS) * rows, len(_SHORT_COLUMNS) * short]
-    by_token, by_row, by_half = storage[: sum(edges)].split(edges)
-    ids, positions, slots = by_token.view(-1, tokens)[:, : shape.total]
-    table_rows, draw_rows, drawn_positions, last_tokens = by_row.view(-1, rows)[:, : shape.sequences]
-    halves = by_half.view(torch.int32).view(-1, 2 * short)
-    contexts, blocks, sources = halves[:_STARTS, : shape.sequences]
-    starts = halves[_STARTS, : shape.sequences + 1]
-    return GraphBuffers(
-        ids, positions, slots, table_rows, draw_rows, drawn_positions, last_tokens, contexts, blocks, sources, starts
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,11 @@ class ModelRunner:
             logger.info("graphs: none (%s)", self._why_eager)
             return
         device = self.device.device
-        inputs = GraphInputs(self._tables, self.model_config.vocab_size, self.block_size, self._shapes, device)
+        layer = attention_layers(self.model)[0]
+        per_tile = partial(layer.backend.sequences_per_tile, layer.num_heads, layer.num_kv_heads)
+        inputs = GraphInputs(
+            self._tables, self.model_config.vocab_size, self.block_size, self._shapes, device, per_tile
+        )
         recorder = step_graphs.CudaRecorder(device)
         ranks = self._tp_rank, self._tp_size
         self.graphs = StepGraphs(

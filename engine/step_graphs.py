@@ -6,6 +6,8 @@ is read before the next is launched, on the same stream. Logits and token ids ha
 graph uses the first rows; so the next step finds the ids there, also before the host has read them. Of several ranks
 rank 0 draws, and the graph sends the ids to the others; num_replays counts, for the ranks' sake, the steps launched.
 
+Steps of many decodes alone are captured twice: with and without a look at what they have in common.
+
 What the host chooses when a step is launched (grids, splits) is frozen in a graph. So nothing in it may follow from the
 lengths of the moment: the block tables are always handed over in their full width.
 """
@@ -117,6 +119,7 @@ class StepGraphs:
         self._events = [recorder.event() for _ in range(2)]
         self._turn = 0
         self._replays: dict[Shape, Callable[[], None]] = {}
+        self._sharing: dict[Shape, Callable[[], None]] = {}  # of decodes that have a prefix in common
 
     @torch.inference_mode()
     def capture(self, budget: int, progress: Callable[[str, float], None], seconds: float = SECONDS) -> None:
@@ -133,8 +136,10 @@ class StepGraphs:
                 break
             # Padding rows only: nothing is written to the cache.
             self._inputs.send([], 0, shape, 0)
-            step = partial(self._step, shape, self._inputs.buffers(shape))
-            self._replays[shape] = self._recorder.record(step)
+            buffers = self._inputs.buffers(shape)
+            self._replays[shape] = self._recorder.record(partial(self._step, shape, buffers, shares=shape.tokens > 0))
+            if buffers.shared is not None and not shape.tokens:
+                self._sharing[shape] = self._recorder.record(partial(self._step, shape, buffers, shares=True))
         self.shapes = [shape for shape in self._wanted if shape in self._replays]
         progress("capturing graphs", 100.0)
         used = self._recorder.used_bytes() - self._used_before
@@ -176,7 +181,8 @@ class StepGraphs:
         done = self._events[turn]
         done.synchronize()  # the step before last, whose buffers these are
         is_drawn = self._inputs.send(plan.items, plan.num_decodes, shape, turn)
-        self._replays[shape]()
+        sharing = self._sharing.get(shape) if self._inputs.shares else None
+        (sharing or self._replays[shape])()
         self.num_replays += 1
         logits, token_ids = self._logits_of(shape), None
         if is_drawn:
@@ -187,7 +193,7 @@ class StepGraphs:
         rows = [i if i < plan.num_decodes else i + gap for i in range(len(plan.items))]
         return GraphStep(logits, token_ids, done, rows)
 
-    def _step(self, shape: Shape, x: GraphBuffers) -> None:
+    def _step(self, shape: Shape, x: GraphBuffers, shares: bool) -> None:
         """What is recorded."""
         tables = self._inputs.step_tables[: shape.sequences]
         self._step_rows.step_rows(
@@ -209,6 +215,7 @@ class StepGraphs:
             scratch={},
             query_start=x.query_start,
             context_lens_tensor=x.context_lens,
+            shared=x.shared if shares else None,
         )
         drawn = self._tokens[: shape.sequences]
         logits = self._model.compute_logits(self._model(batch), out=self._logits_of(shape))
@@ -246,7 +253,8 @@ def memory_budget(shapes: list[Shape], model: ModelConfig) -> int:
     rows, tokens = max(shape.sequences for shape in shapes), max(shape.total for shape in shapes)
     width = 6 * model.hidden_size + 3 * model.intermediate_size
     width += 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    return 256 * _MIB + (2 * 4 + 2) * rows * model.vocab_size + 2 * 2 * tokens * width + 4 * _MIB * len(shapes)
+    graphs = len(shapes) + sum(not shape.tokens for shape in shapes)  # some are captured twice
+    return 256 * _MIB + (2 * 4 + 2) * rows * model.vocab_size + 2 * 2 * tokens * width + 4 * _MIB * graphs
 
 
 def _name(shape: Shape) -> str:

@@ -7,6 +7,20 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Leading blocks that several of a step's decodes have in common, which a backend may read once for a whole tile.
+
+    members  int32 [tiles, n]  a tile's decodes, by their places in the step; -1: none. The first place is taken
+    lens     int32 [tiles]     tokens of what they share, whole blocks, less than any of their contexts; 0: no tile
+    skipped  int32 [N]         of each decode, the leading tokens that its tile covers; 0: it is in none
+    """
+
+    members: torch.Tensor
+    lens: torch.Tensor
+    skipped: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One ragged step: S sequences, T tokens, decodes (one token each) first, then prefill chunks.
@@ -25,6 +39,7 @@ class ForwardBatch:
     query_start            int32 [S + 1] first row of each sequence, and T, on the device; None where the backend
                                          does not want it (AttentionBackend.wants_device_lengths)
     context_lens_tensor    int32 [S]     context_lens on the device; None likewise
+    shared                 what decodes have in common, on the device; None where nobody has looked
     """
 
     input_ids: torch.Tensor
@@ -40,3 +55,4 @@ class ForwardBatch:
     scratch: dict
     query_start: torch.Tensor | None = None
     context_lens_tensor: torch.Tensor | None = None
+    shared: SharedPrefixes | None = None

@@ -49,6 +49,21 @@ def wait_and_trigger(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """The wait alone."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def trigger(OVERLAP: tl.constexpr):
+    """The call alone, of a kernel that needs what the one before it writes only at its end, where it waits; until then
+    it may read what earlier kernels have written, if the one before it calls after its own wait in every program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(pointers, OVERLAP: tl.constexpr):
     """Ask for the cache lines at `pointers`, which must be readable, to be brought to the L2 cache; before the wait."""
     if OVERLAP:

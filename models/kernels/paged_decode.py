@@ -5,6 +5,10 @@ Bound by the bytes of the keys and values, which are read once: a program takes 
 sequence the one that finishes last merges their parts. The grid is (KV heads, sequences, splits), fixed by sizes that
 a CUDA graph fixes; lengths and block tables are read on the device, and a program whose part is empty returns at once.
 
+Blocks that several sequences have in common (the system prompt of many conversations) are not read here where a kernel
+before has read them for all (shared_prefix.py): a sequence's walk begins behind them, and that kernel's result is added
+at the end of its first part. The two run side by side.
+
 decode_qkv() takes what rope_cache.py does before into the same kernel: each program rotates its own queries, and the
 one that has a sequence's last keys writes the new one and its value to the cache. It does not read them there: they
 enter its softmax from registers. A step of few sequences is bound by how many loads wait for another, so all that does
@@ -24,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from models.kernels import overlap, paged_prefill
-from models.kernels.paged_keys import LOG2_E, MOST_SPLITS, Partials, attend_keys
-from models.kernels.rope_cache import Rotation
+from models.kernels.paged_keys import LOG2_E, MOST_SPLITS, Partials, ask_for_keys, attend_keys, merged
+from models.kernels.rope_cache import Rotation, gains
+from models.kernels.shared_prefix import Prefixes, attend_prefixes
 
 # Keys of a part that are on the way to the L2 cache before the kernel before has ended.
 _ASKED_AHEAD = 64
@@ -53,6 +58,7 @@ def paged_decode(
     out: Tensor,
     split: SplitWalk | None = None,
     window: int = 0,
+    prefixes: Prefixes | None = None,
 ) -> None:
     """Fills out [S, Hq, D], contiguous; 0 for a sequence of no tokens (padding).
 
@@ -62,8 +68,9 @@ def paged_decode(
     block_tables    int32 [S, W], last dimension contiguous
     split           None: a sequence is not split
     window          keys a query sees, itself included; 0: all
+    prefixes        what sequences have in common, to be read once; without a window
     """
-    _launch(q, None, k_cache, v_cache, context_lens, block_tables, scale, out, split, window)
+    _launch(q, None, k_cache, v_cache, context_lens, block_tables, scale, out, split, window, prefixes)
 
 
 def decode_qkv(
@@ -78,13 +85,14 @@ def decode_qkv(
     out: Tensor,
     split: SplitWalk | None = None,
     window: int = 0,
+    prefixes: Prefixes | None = None,
 ) -> None:
     """paged_decode of the queries of qkv [S, (Hq + 2 * Hkv) * D], contiguous, after rope_cache has treated it: the
     token of row s is its sequence's last, and goes to the cache at rotation.slots[s]."""
     kv_heads, dim = k_cache.shape[2:]
     assert qkv.is_contiguous() and qkv.shape == (out.shape[0], (out.shape[1] + 2 * kv_heads) * dim)
     q = qkv.view(out.shape[0], -1, dim)[:, : out.shape[1]]
-    _launch(q, rotation, k_cache, v_cache, context_lens, block_tables, scale, out, split, window)
+    _launch(q, rotation, k_cache, v_cache, context_lens, block_tables, scale, out, split, window, prefixes)
 
 
 def _launch(
@@ -98,6 +106,7 @@ def _launch(
     out: Tensor,
     split: SplitWalk | None,
     window: int,
+    prefixes: Prefixes | None,
 ) -> None:
     num_seqs, heads = q.shape[:2]
     block_size, kv_heads, dim = k_cache.shape[1:]
@@ -110,6 +119,9 @@ def _launch(
     padded = max(16, triton.next_power_of_2(dim))
     splits = 1 if split is None else split.partials.splits
     block_n, warps, stages = _tile(padded, q.element_size())
+    if prefixes is not None:
+        assert not window and prefixes.partials.values.shape[:2] == q.shape[:2]
+        attend_prefixes(q, rotation, k_cache, v_cache, block_tables, scale, prefixes)
     _paged_decode[(kv_heads, num_seqs, splits)](
         q,
         *(rotation.arguments(q) if rotation is not None else (q, q, context_lens, q, q, 0.0)),
@@ -121,6 +133,7 @@ def _launch(
         context_lens if split is None else split.arrived,
         context_lens,
         block_tables,
+        *((context_lens, q, q) if prefixes is None else prefixes.found()),
         scale * LOG2_E,
         1 if split is None else split.least_keys,
         q.stride(0),
@@ -136,6 +149,7 @@ def _launch(
         BLOCK_N=block_n,
         SPLIT=splits > 1,
         MOST_SPLITS=8 if splits <= 8 else MOST_SPLITS,
+        PREFIX_PARTS=0 if prefixes is None else prefixes.partials.splits,
         ASKED_AHEAD=_ASKED_AHEAD,
         ROTATES=rotation is not None,
         NORMS=rotation is not None and rotation.norms is not None,
@@ -182,7 +196,7 @@ def _tile(dim: int, element_size: int) -> tuple[int, int, int]:
 
 @triton.jit(
     do_not_specialize=["table_stride", "least_keys"],
-    do_not_specialize_on_alignment=["context_lens", "block_tables"],
+    do_not_specialize_on_alignment=["context_lens", "block_tables", "skipped"],
 )
 def _paged_decode(
     q,
@@ -200,6 +214,9 @@ def _paged_decode(
     arrived,
     context_lens,
     block_tables,
+    skipped,
+    prefix_values,
+    prefix_log_sums,
     scale,
     least_keys,
     q_row_stride,
@@ -215,6 +232,7 @@ def _paged_decode(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    PREFIX_PARTS: tl.constexpr,
     ASKED_AHEAD: tl.constexpr,
     ROTATES: tl.constexpr,
     NORMS: tl.constexpr,
@@ -232,6 +250,9 @@ def _paged_decode(
     valid = lane < GROUP
 
     start = 0
+    if PREFIX_PARTS > 0:
+        start = tl.load(skipped + seq)
+    has_prefix = start > 0
     end = context  # of the keys that are read from the cache
     if WINDOW > 0:
         start = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -251,12 +272,15 @@ def _paged_decode(
         partner = (dim + DIM // 2) % DIM
         angle_cos = tl.load(cos + seq * DIM + dim, mask=within, other=0.0).to(tl.float32)
         angle_sin = tl.load(sin + seq * DIM + dim, mask=within, other=0.0).to(tl.float32)
-        q_gain, q_partner_gain = _gains(q_weight, dim, partner, within, DIM_PADDED, NORMS)
-        k_gain, k_partner_gain = _gains(k_weight, dim, partner, within, DIM_PADDED, NORMS)
-        if OVERLAP:
+        q_gain, q_partner_gain = gains(q_weight, dim, partner, within, DIM_PADDED, NORMS)
+        k_gain, k_partner_gain = gains(k_weight, dim, partner, within, DIM_PADDED, NORMS)
+        if OVERLAP and PREFIX_PARTS == 0:
             for key in range(start, tl.minimum(end, start + ASKED_AHEAD), BLOCK_N):
-                _ask_for_keys(key, end, table, k_head, v_head, KV_HEADS * DIM, DIM, BLOCK_SIZE, BLOCK_N)
-    overlap.wait_and_trigger(OVERLAP)
+                ask_for_keys(key, end, table, k_head, v_head, KV_HEADS * DIM, DIM, BLOCK_SIZE, BLOCK_N)
+    if PREFIX_PARTS == 0:
+        overlap.wait_and_trigger(OVERLAP)
+    else:
+        overlap.trigger(OVERLAP)
     if SPLIT:
         if split >= parts:
             return
@@ -308,8 +332,19 @@ def _paged_decode(
             KV_HEADS * DIM, DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION,
         )  # fmt: skip
 
-    values = values / tl.where(total > 0, total, 1.0)[:, None]
     target = seq * (KV_HEADS * GROUP) + head
+    if PREFIX_PARTS > 0:
+        overlap.wait(OVERLAP)  # for the prefix, which has most often long been read
+        if has_prefix & (split == 0):
+            for i in range(PREFIX_PARTS):
+                at = target * PREFIX_PARTS + i
+                log_sum = tl.load(prefix_log_sums + at, mask=valid, other=float("-inf"))
+                read = tl.load(prefix_values + (at * DIM)[:, None] + dim[None, :], mask=inside, other=0.0)
+                new_peak = tl.maximum(peak, log_sum / scale)
+                fade, weight = tl.exp2((peak - new_peak) * scale), tl.exp2(log_sum - new_peak * scale)
+                peak, total = new_peak, total * fade + weight
+                values = values * fade[:, None] + read * weight[:, None]
+    values = values / tl.where(total > 0, total, 1.0)[:, None]
     if SPLIT:
         if parts > 1:
             part = target * tl.num_programs(2) + split
@@ -322,55 +357,7 @@ def _paged_decode(
                 for member in tl.static_range(GROUP):
                     member_row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + member
                     first = member_row * tl.num_programs(2)
-                    merged = _merged(part_values, part_log_sums, first, parts, dim, MOST_SPLITS, DIM)
-                    tl.store(out + member_row * DIM + dim, merged.to(out.dtype.element_ty), mask=within)
+                    result = merged(part_values, part_log_sums, first, parts, dim, MOST_SPLITS, DIM)
+                    tl.store(out + member_row * DIM + dim, result.to(out.dtype.element_ty), mask=within)
             return
     tl.store(out + (target * DIM)[:, None] + dim[None, :], values.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _ask_for_keys(
-    start,
-    end,
-    table,
-    k_head,
-    v_head,
-    TOKEN_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Ask for the keys and values of [start, start + BLOCK_N), as far as they are before `end`, to come to the L2
-    cache."""
-    LINE: tl.constexpr = 128 // (k_head.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
-    key = tl.minimum(start + tl.arange(0, BLOCK_N), end - 1)
-    slot = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-    line = tl.minimum(tl.arange(0, triton.next_power_of_2((DIM + LINE - 1) // LINE)) * LINE, DIM - 1)
-    at = slot[:, None] * TOKEN_STRIDE + line[None, :]
-    overlap.prefetch(k_head + at, True)
-    overlap.prefetch(v_head + at, True)
-
-
-@triton.jit
-def _gains(weight, dim, partner, within, DIM_PADDED: tl.constexpr, NORMS: tl.constexpr):
-    """A norm's weight [D] as fp32 [DIM_PADDED], and that of each element's partner in the rotation."""
-    if NORMS:
-        gain = tl.load(weight + dim, mask=within, other=0.0).to(tl.float32)
-        partner_gain = tl.load(weight + partner, mask=within, other=0.0).to(tl.float32)
-    else:
-        gain = tl.full([DIM_PADDED], 1.0, dtype=tl.float32)
-        partner_gain = gain
-    return gain, partner_gain
-
-
-@triton.jit
-def _merged(values, log_sums, first, parts, dim, MOST_SPLITS: tl.constexpr, DIM: tl.constexpr):
-    """fp32 [DIM_PADDED]: one head's result from those of its `parts` parts, which lie from `first` on. They are read
-    from the L2 cache: other multiprocessors wrote them."""
-    split = tl.arange(0, MOST_SPLITS)
-    at = (first + split[:, None]) * DIM + dim[None, :]
-    inside = (split < parts)[:, None] & (dim < DIM)[None, :]
-    value = tl.load(values + at, mask=inside, other=0.0, cache_modifier=".cg")
-    log_sum = tl.load(log_sums + first + split, mask=split < parts, other=float("-inf"), cache_modifier=".cg")
-    weight = tl.exp2(log_sum - tl.max(log_sum, 0))
-    return tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)

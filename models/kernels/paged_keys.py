@@ -167,6 +167,42 @@ def attend_tile(
     return total, new_peak, out
 
 
+@triton.jit
+def ask_for_keys(
+    start,
+    end,
+    table,
+    k_head,
+    v_head,
+    TOKEN_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Ask for the keys and values of [start, start + BLOCK_N), as far as they are before `end`, to come to the L2
+    cache."""
+    LINE: tl.constexpr = 128 // (k_head.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
+    key = tl.minimum(start + tl.arange(0, BLOCK_N), end - 1)
+    slot = tl.load(table + key // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+    line = tl.minimum(tl.arange(0, triton.next_power_of_2((DIM + LINE - 1) // LINE)) * LINE, DIM - 1)
+    at = slot[:, None] * TOKEN_STRIDE + line[None, :]
+    overlap.prefetch(k_head + at, True)
+    overlap.prefetch(v_head + at, True)
+
+
+@triton.jit
+def merged(values, log_sums, first, parts, dim, MOST_SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """fp32 [DIM_PADDED]: one head's result from those of its `parts` parts, which lie from `first` on. They are read
+    from the L2 cache: other multiprocessors wrote them."""
+    split = tl.arange(0, MOST_SPLITS)
+    at = (first + split[:, None]) * DIM + dim[None, :]
+    inside = (split < parts)[:, None] & (dim < DIM)[None, :]
+    value = tl.load(values + at, mask=inside, other=0.0, cache_modifier=".cg")
+    log_sum = tl.load(log_sums + first + split, mask=split < parts, other=float("-inf"), cache_modifier=".cg")
+    weight = tl.exp2(log_sum - tl.max(log_sum, 0))
+    return tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     values,

@@ -196,3 +196,15 @@ def _rotated(
     cos_second = tl.load(cos + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     sin_second = tl.load(sin + angle + HALF, mask=in_half, other=0.0).to(tl.float32)
     return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+
+
+@triton.jit
+def gains(weight, dim, partner, within, DIM_PADDED: tl.constexpr, NORMS: tl.constexpr):
+    """A norm's weight [D] as fp32 [DIM_PADDED], and that of each element's partner in the rotation."""
+    if NORMS:
+        gain = tl.load(weight + dim, mask=within, other=0.0).to(tl.float32)
+        partner_gain = tl.load(weight + partner, mask=within, other=0.0).to(tl.float32)
+    else:
+        gain = tl.full([DIM_PADDED], 1.0, dtype=tl.float32)
+        partner_gain = gain
+    return gain, partner_gain

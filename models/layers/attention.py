@@ -31,6 +31,11 @@ class AttentionBackend(ABC):
         result depends on its own sequence only.
         """
 
+    def sequences_per_tile(self, num_heads: int, kv_heads: int, decodes: int) -> int:
+        """Of a step of so many decodes, how many of those that have a prefix in common are best taken together (see
+        SharedPrefixes); 0: the backend does not ask what they share."""
+        return 0
+
     def release_buffers(self) -> None:  # noqa: B027  most backends keep none
         """Give back memory that is kept between steps only to save time."""
 

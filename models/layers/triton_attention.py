@@ -14,16 +14,20 @@ from itertools import accumulate, product
 import torch
 from torch import Tensor
 
-from models.batch import ForwardBatch
+from models.batch import ForwardBatch, SharedPrefixes
 from models.kernels import overlap, own_keys
 from models.kernels.own_keys import OwnKeys
 from models.kernels.paged_decode import SplitWalk, decode_qkv, paged_decode
 from models.kernels.paged_keys import MOST_SPLITS, Partials, choose_splits
 from models.kernels.paged_prefill import WARM_UP_ROWS, paged_prefill
 from models.kernels.rope_cache import Rotation, rope_cache
+from models.kernels.shared_prefix import Prefixes, sequences_per_tile
 from models.layers.attention import AttentionBackend
 
 _MOST_COUNTERS = 1023  # sequences times KV heads of a step whose sequences are split
+# Sequences times KV heads from which on reading a shared prefix once pays. With fewer each program lasts longer, and
+# one that walks a prefix for many has no others to hide its waits behind.
+_LEAST_SHARING = 384
 # Where choose_splits does not split: keys of a part at least, and parts.
 _LONG_KEYS = 512
 _LONG_SPLITS = 4
@@ -39,6 +43,7 @@ class _Plan:
     chunk_lens: Tensor  # int32 [S - N]
     chunk_tables: Tensor  # int32 [S - N, W]
     split: SplitWalk | None  # the decodes' workspace; None where they are not split
+    prefixes: Prefixes | None
 
 
 class TritonBackend(AttentionBackend):
@@ -91,8 +96,13 @@ class TritonBackend(AttentionBackend):
             out=out,
             split=plan.split,
             window=self._window,
+            prefixes=plan.prefixes,
         )
         return out.view(qkv.shape[0], -1)
+
+    def sequences_per_tile(self, num_heads: int, kv_heads: int, decodes: int) -> int:
+        per_tile = sequences_per_tile(num_heads // kv_heads)
+        return per_tile if per_tile > 1 and not self._window and decodes * kv_heads >= _LEAST_SHARING else 0
 
     def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
         """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
@@ -116,6 +126,9 @@ class TritonBackend(AttentionBackend):
                               processors=processors)  # fmt: skip
         for splits in (1, 2, MOST_SPLITS):
             self._warm_up_decodes(splits, num_heads, k_cache, v_cache)
+        if self.sequences_per_tile(num_heads, kv_heads, _LEAST_SHARING):
+            for splits, parts in product((1, 2), (1, 2, 4)):
+                self._warm_up_decodes(splits, num_heads, k_cache, v_cache, prefix_parts=parts)
         for tokens, splits in product(around_few, (2, MOST_SPLITS)):
             out = torch.empty(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
             Partials.empty(tokens, num_heads, splits, dim, device).merge(out)
@@ -129,8 +142,10 @@ class TritonBackend(AttentionBackend):
             rotation = Rotation(angle, angle, nowhere, norms)
             rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads, in_place=True)
 
-    def _warm_up_decodes(self, splits: int, heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Of a sequence without tokens."""
+    def _warm_up_decodes(
+        self, splits: int, heads: int, k_cache: Tensor, v_cache: Tensor, *, prefix_parts: int = 0
+    ) -> None:
+        """Of a sequence without tokens, and without company where that would be asked for."""
         kv_heads, dim = k_cache.shape[2:]
         dtype, device = k_cache.dtype, k_cache.device
         qkv = torch.zeros(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
@@ -139,7 +154,14 @@ class TritonBackend(AttentionBackend):
         angle = torch.zeros(1, dim, dtype=dtype, device=device)
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=device)
         split = self._split(1, heads, kv_heads, splits, dim, device)
-        options = {"out": torch.empty(q.shape, dtype=dtype, device=device), "split": split, "window": self._window}
+        out = torch.empty(q.shape, dtype=dtype, device=device)
+        options = {"out": out, "split": split, "window": self._window, "prefixes": None}
+        if prefix_parts:
+            nobody = torch.full((1, sequences_per_tile(heads // kv_heads)), -1, dtype=torch.int32, device=device)
+            nothing = torch.zeros(2, 1, dtype=torch.int32, device=device)
+            options["prefixes"] = Prefixes.of(
+                SharedPrefixes(nobody, *nothing), heads, kv_heads, dim, prefix_parts * kv_heads
+            )
         paged_decode(q, k_cache, v_cache, lens[:, 0], table, 1.0, **options)
         for norms in (None, (angle[0], angle[0], 1e-6)):
             rotation = Rotation(angle, angle, nowhere, norms)
@@ -169,6 +191,7 @@ class TritonBackend(AttentionBackend):
             out=out[:decodes],
             split=plan.split,
             window=self._window,
+            prefixes=plan.prefixes,
         )
         paged_prefill(
             q[decodes:],
@@ -208,6 +231,7 @@ class TritonBackend(AttentionBackend):
             context_lens[decodes:],
             batch.block_tables[decodes:],
             self._split(decodes, heads, kv_heads, splits, dim, device, least_keys),
+            None if batch.shared is None else Prefixes.of(batch.shared, heads, kv_heads, dim, _processors(device)),
         )
         return plan
 

@@ -15,11 +15,12 @@ from engine.graph_inputs import GraphInputs
 from engine.graph_shapes import Shape, all_shapes, capture_order, decode_sizes
 from engine.step_graphs import StepGraphs, why_eager
 from mixed_requests import prompts, serve
+from models.layers.attention import attention_layers
 from reference import assert_greedy
 
 pytest.importorskip("triton")
 
-from fake_graphs import SETTINGS, graphs_of
+from fake_graphs import SETTINGS, ReferenceBackend, graphs_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -53,6 +54,19 @@ def test_sequences_that_are_preempted_come_back_with_their_new_tables(
     assert_greedy(reference, prompts(6), tokens(llm, prompts(6), long))
     assert llm.stats()["preemptions"] > 0
     assert graphs_of(llm)._recorder.replays > 20  # type: ignore[attr-defined]
+
+
+def test_decodes_over_one_system_prompt_share_it_while_others_come_and_go(graphed: LLM, reference: Any) -> None:
+    backend = attention_layers(graphs_of(graphed)._model)[0].backend
+    assert isinstance(backend, ReferenceBackend)
+    system, before = list(range(40, 61)), backend.tiles_seen
+    tokens(graphed, [system], GREEDY)  # from here on it stands in the cache
+    asked = [system + own for own in prompts(7)] + prompts(5)
+    params = [SamplingParams(temperature=0.0, max_tokens=5 + 3 * i, ignore_eos=True) for i in range(len(asked))]
+    for out, prompt, one in zip(tokens(graphed, asked, params), asked, params, strict=True):
+        assert_greedy(reference, [prompt], [out])
+        assert len(out) == one.max_tokens
+    assert backend.tiles_seen > before
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from models.batch import ForwardBatch
+from models.batch import ForwardBatch, SharedPrefixes
 from models.kernels import (
     gemv,
     overlap,
@@ -27,6 +27,7 @@ from models.kernels import (
     paged_prefill,
     rmsnorm,
     rope_cache,
+    shared_prefix,
     silu_mul,
     skinny,
 )
@@ -52,6 +53,9 @@ TOLERANCE = {
 SHAPES = [(4, 2, 64, 16), (3, 1, 96, 32), (8, 1, 128, 128), (2, 1, 256, 64), (4, 2, 16, 12)]
 if ON_CARD:
     SHAPES += [(9, 3, 64, 32), (4, 4, 96, 64), (16, 8, 128, 16), (6, 2, 256, 256), (16, 1, 128, 128)]
+SHARING_SHAPES = [(4, 2, 64, 16), (6, 2, 96, 32), (8, 1, 128, 16)]
+if ON_CARD:
+    SHARING_SHAPES += [(9, 3, 64, 32), (4, 4, 96, 64), (16, 8, 128, 32), (6, 2, 256, 64)]
 # What split walks are split for: on a card as far as they can be.
 PROCESSORS = 10_000 if ON_CARD else 24
 
@@ -126,6 +130,17 @@ def ragged(seed: int, count: int, cached: int, new: int) -> list[tuple[int, int]
     rng = random.Random(seed)
     scale = 20 if ON_CARD else 1
     return [(rng.choice([0, rng.randrange(cached * scale)]), rng.randint(1, new * scale)) for _ in range(count)]
+
+
+def shared_prefixes(pages: Pages, members: list[list[int]], lens: list[int], per_tile: int) -> SharedPrefixes:
+    """Tiles of these members, who get their prefixes, of so many tokens, in common; two more tiles are not used."""
+    skipped = [0] * len(pages.lengths)
+    for tile, length in zip(members, lens, strict=True):
+        for one in tile:
+            pages.tables[one, : length // pages.size] = pages.tables[tile[0], : length // pages.size]
+            skipped[one] = length
+    rows = [tile + [-1] * (per_tile - len(tile)) for tile in (*members, [], [])]
+    return SharedPrefixes(pages.tensor(rows), pages.tensor([*lens, 0, 0]), pages.tensor(skipped))
 
 
 def split_walk(pages: Pages, splits: int) -> paged_decode.SplitWalk | None:
@@ -214,6 +229,46 @@ def test_decodes_that_rotate_and_write_their_own_keys(
         paged_decode.decode_qkv(
             qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, out=pages.out, split=walk
         )
+    pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)
+    close(pages.out, pages.expected())
+    for got, expected in zip(caches, (pages.k_cache, pages.v_cache), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rotates", [False, True], ids=["keys there", "new keys"])
+@pytest.mark.parametrize(("splits", "parts"), [(1, 1), (4, 4), (16, 2)] if ON_CARD else [(1, 1), (4, 4)])
+@pytest.mark.parametrize("shape", SHARING_SHAPES, ids=str)
+def test_decodes_that_have_prefixes_in_common(
+    shape: tuple, splits: int, parts: int, rotates: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(25)
+    heads, kv_heads, dim, size = shape
+    per_tile = shared_prefix.sequences_per_tile(heads // kv_heads)
+    long, short = 6 * size, size
+    cached = [long, long + 1, long + size, short + 3, 2 * size, 0, size, long + 70, 5, *range(long, long + 63, 7)]
+    pages = Pages([(c, 1) for c in cached], shape, dtype, width=64)
+    members = [[0, 7, 1, 2][:per_tile], [4, 3], list(range(9, 9 + per_tile))[:9]]
+    shared = shared_prefixes(pages, members, [long, short, long], per_tile)
+    programs = -(-len(cached) // per_tile) * kv_heads
+    prefixes = shared_prefix.Prefixes.of(shared, heads, kv_heads, dim, parts * programs)
+    assert prefixes.partials.splits == parts
+    prefixes.partials.values.fill_(torch.nan)
+    prefixes.partials.log_sums.fill_(torch.nan)
+    options = {"out": pages.out, "split": split_walk(pages, splits), "prefixes": prefixes}
+    if not rotates:
+        for _ in range(2):
+            paged_decode.paged_decode(
+                pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale, **options
+            )
+        close(pages.out, pages.expected())
+        return
+    rows, slots = len(cached), pages.slot_mapping()
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype).to(DEVICE)
+    cos, sin, weights = angles(rows, dim, dtype)
+    rotation = rope_cache.Rotation(cos, sin, slots, (*weights, 1e-6))
+    caches = pages.k_cache.clone(), pages.v_cache.clone()
+    for _ in range(2):
+        paged_decode.decode_qkv(qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, **options)
     pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)
     close(pages.out, pages.expected())
     for got, expected in zip(caches, (pages.k_cache, pages.v_cache), strict=True):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import LLM, sampler, step_graphs
+from engine import LLM, sampler, shared_prefixes, step_graphs
 from engine.device import DeviceManager
 from models import loader
-from models.batch import ForwardBatch
+from models.batch import ForwardBatch, SharedPrefixes
 from models.kernels import paged_decode, paged_prefill, rope_cache, sampling_reference, step_rows
 from models.layers.attention import AttentionBackend
 
@@ -55,6 +55,10 @@ class ReferenceBackend(AttentionBackend):
     name = "triton"
     wants_device_lengths = True
     has_forward_qkv = True
+    tiles_seen = 0  # of shared prefixes, over all steps and layers
+
+    def sequences_per_tile(self, num_heads: int, kv_heads: int, decodes: int) -> int:
+        return 3 if decodes >= 4 else 0
 
     def forward(self, *args: Any) -> Tensor:
         raise NotImplementedError
@@ -75,11 +79,31 @@ class ReferenceBackend(AttentionBackend):
         q = rope_cache.reference(qkv, rotation, k_cache, v_cache, num_heads=heads)
         n, lens = batch.num_decodes, batch.context_lens_tensor
         assert lens is not None and batch.query_start is not None
+        if batch.shared is not None:
+            self.tiles_seen += check_shared(batch.shared, lens[:n], batch.block_tables[:n], batch.block_size)
         decoded = paged_decode.reference(q[:n], k_cache, v_cache, lens[:n], batch.block_tables[:n], scale)
         chunks = paged_prefill.reference(
             q[n:], k_cache, v_cache, batch.query_start[n:], lens[n:], batch.block_tables[n:], scale
         )
         return torch.cat((decoded, chunks)).flatten(1)
+
+
+def check_shared(shared: SharedPrefixes, lens: Tensor, tables: Tensor, block_size: int) -> int:
+    """Whether what a step's decodes are said to share is what they share; returns how many tiles there are."""
+    covered, tiles = [0] * len(lens), 0
+    for members, length in zip(shared.members.tolist(), shared.lens.tolist(), strict=True):
+        there = [one for one in members if one >= 0]
+        if not length:
+            assert not there
+            continue
+        tiles += 1
+        assert members[0] >= 0 and len(there) >= 2 and length % block_size == 0
+        for one in there:
+            assert covered[one] == 0 and length < lens[one]
+            covered[one] = length
+            assert torch.equal(tables[one, : length // block_size], tables[members[0], : length // block_size])
+    assert shared.skipped.tolist() == covered
+    return tiles
 
 
 def graphs_of(llm: LLM) -> step_graphs.StepGraphs:
@@ -97,4 +121,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(step_rows=step_rows.reference)
     patch.setattr(step_graphs, "kernels", SimpleNamespace(load=lambda name, device: rows))
     patch.setattr(step_graphs, "why_eager", lambda enforce_eager, *rest: "asked for" if enforce_eager else None)
+    patch.setattr(shared_prefixes, "LEAST_SAVED", 4)
+    patch.setattr(shared_prefixes, "LEAST_SAVED_EACH", 2)
     patch.setattr(step_graphs, "CudaRecorder", FakeRecorder)
