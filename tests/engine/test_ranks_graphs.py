@@ -136,7 +136,7 @@ def test_a_rank_without_memory_for_more_graphs_stops_both(
 ) -> None:
     """If they did not agree, steps of one would wait for exchanges that the other does not make."""
     monkeypatch.setenv("FULL_RANK", str(which))
-    monkeypatch.setenv("FULL_AFTER", "7")  # recordings: three of the four shapes are recorded twice
+    monkeypatch.setenv("FULL_AFTER", "6")  # recordings; of the first four shapes two are recorded twice
     with caplog.at_level(logging.INFO, "pageturn.engine"):
         llm = open_pair(tiny_qwen3)
     assert "graphs: 4 shapes" in caplog.text and "left out: 0+64, 1, " in caplog.text
