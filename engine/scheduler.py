@@ -42,12 +42,13 @@ class ScheduledSequence:
     @property
     def is_stale(self) -> bool:
         """The sequence has ended or was preempted since: what this computes is nobody's."""
-        return self.seq.is_finished or self.seq.life != self.life
+        return self.seq.life != self.life or self.seq.status is SequenceStatus.FINISHED
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: decodes first, then prefill chunks. `finished` are sequences that ended while planning."""
+    """One step: decodes first, of one token each and all sampled from, then prefill chunks. `finished` are sequences
+    that ended while planning."""
 
     items: list[ScheduledSequence] = field(default_factory=list)
     num_decodes: int = 0
@@ -93,11 +94,10 @@ class Scheduler:
         plan = StepPlan()
         self.num_steps += 1
         self._pause_or_resume_background()
-        self._plan_decodes(plan)
+        prefills = self._plan_decodes(plan)
         # A lowered budget bounds the prompt tokens, never the decodes.
         budget = max(self.token_budget, plan.num_tokens + 1) - plan.num_tokens
         budget = min(budget, self.max_num_batched_tokens - plan.num_tokens)
-        prefills = [s for s in self._unplanned() if s.num_uncomputed_tokens]
         prefills.sort(key=by_queue_key)
         # A prompt begun goes on before those that came later, but not before more urgent ones.
         budget = self._admit_waiting(plan, budget, before=prefills[0] if prefills else None)
@@ -113,7 +113,10 @@ class Scheduler:
         preempted for it or paused, and nobody waits for more than a token of its own."""
         if self.blocks.num_available < len(self.running):
             return False
-        return not any(_is_background(seq) or seq.forks or seq.is_scored for seq in self.running)
+        for seq in self.running:
+            if seq.forks or seq.is_scored or seq.priority == RequestPriority.BACKGROUND:
+                return False
+        return True
 
     def revert(self, items: list[ScheduledSequence]) -> None:
         """Undo what was planned but did not happen: these tokens are to be computed yet. Blocks stay allocated."""
@@ -169,25 +172,39 @@ class Scheduler:
         """The running sequences that take part in steps now."""
         return [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
-    def _unplanned(self) -> list[Sequence]:
-        """Those of them that are not in the plan being made, and have a token to compute after what is in flight."""
-        return [s for s in self._active() if s.last_plan != self.num_steps and not s.awaits_last_token]
-
     def _pause_or_resume_background(self) -> None:
-        background = [seq for seq in self.running if _is_background(seq)]
+        background = [seq for seq in self.running if seq.priority == RequestPriority.BACKGROUND]
         # BACKGROUND comes last, so the queue's head tells whether anything else waits.
         waits = bool(self.waiting) and not _is_background(self.waiting[0])
         self._foreground = waits or len(background) < len(self.running)
         for seq in background:
             seq.status = SequenceStatus.PAUSED if self._foreground else SequenceStatus.RUNNING
 
-    def _plan_decodes(self, plan: StepPlan) -> None:
-        decodes = [seq for seq in self._unplanned() if seq.is_decode]
-        for seq in decodes:
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Plan a token of each sequence that decodes; returns those that have more to compute after what is in flight.
+
+        One pass, with little done for each: of a step of hundreds of decodes it is most of the planning.
+        """
+        items, prefills, block_size = plan.items, [], self.blocks.block_size
+        for seq in self.running.copy():
             # An earlier turn of this loop may have preempted or ended it.
-            if seq.status is SequenceStatus.RUNNING and self._make_room(plan, seq):
-                self._schedule(plan, seq, 1)
-                plan.num_decodes += 1
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            start, placeholders, prompt = seq.num_planned_tokens, seq.num_placeholders, seq.num_prompt_tokens
+            num_tokens = len(seq.token_ids) + placeholders
+            if placeholders and num_tokens - prompt >= seq.max_tokens:
+                continue  # a step in flight samples the last token that it may have
+            if num_tokens != start + 1 or start < prompt:
+                if num_tokens != start:
+                    prefills.append(seq)
+                continue
+            is_full = start == len(seq.block_table) * block_size
+            if (is_full or seq.may_write_to_shared) and not self._make_room(plan, seq):
+                continue
+            items.append(ScheduledSequence(seq, start, 1, True, seq.life))
+            seq.num_planned_tokens, seq.num_placeholders = num_tokens, placeholders + 1
+        plan.num_decodes = plan.num_tokens = len(items)
+        return [seq for seq in prefills if seq.status is SequenceStatus.RUNNING]
 
     def _make_room(self, plan: StepPlan, seq: Sequence) -> bool:
         """Find seq a block for its next token, by preempting others where need be."""
@@ -209,6 +226,8 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan, budget: int, before: Sequence | None = None) -> int:
         """Admit from the queue, with `before` only what is served before it; returns the budget left."""
+        if not self.waiting:
+            return budget
         active = len(self._active())
         while self.waiting and budget > 0 and active < self.max_num_seqs:
             head = self.waiting[0]
@@ -316,7 +335,6 @@ class Scheduler:
         samples = count == seq.num_uncomputed_tokens
         plan.items.append(ScheduledSequence(seq, start, count, samples, seq.life))
         plan.num_tokens += count
-        seq.last_plan = self.num_steps
         seq.num_planned_tokens += count
         seq.num_placeholders += samples
         return count

@@ -42,7 +42,6 @@ class Sequence:
     num_computed_tokens   tokens whose keys and values stand in the cache
     num_planned_tokens    the same once the steps in flight are done (equal to it while there are none)
     num_placeholders      tokens that steps in flight will sample: counted, not yet known
-    last_plan             the scheduler's number of the last plan that it is in
     life                  counts preemptions: what was planned in an earlier life counts for nothing
     queue_key             its place in the waiting queue, see WaitingQueue
     num_overtaken         how many were admitted from behind it
@@ -69,7 +68,6 @@ class Sequence:
         "finish_reason",
         "forks",
         "index",
-        "last_plan",
         "life",
         "max_tokens",
         "may_write_to_shared",
@@ -141,7 +139,6 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_planned_tokens = 0
         self.num_placeholders = 0
-        self.last_plan = -1
         self.life = 0
         self.num_cached_tokens = 0
         self.num_resident_hint = 0
@@ -168,15 +165,6 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens that the next plan may compute."""
         return self.num_tokens - self.num_planned_tokens
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_uncomputed_tokens == 1 and self.num_planned_tokens >= self.num_prompt_tokens
-
-    @property
-    def awaits_last_token(self) -> bool:
-        """A step in flight samples the last token that it may have."""
-        return self.num_placeholders > 0 and self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def is_scored(self) -> bool:
