@@ -121,31 +121,22 @@ class GraphInputs:
         """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
         the device must have read. Returns whether the captured draw is all that the step needs."""
         host = self._host.get((shape, turn)) or self._host_buffer(shape, turn)
-        sequences, drawn_before, self.drawn = [], self.drawn, {}
-        count, samples = len(items), True
-        rows, sources = np.empty(count, np.int64), np.full(count, -1, np.int32)
-        last_blocks, ends = np.empty(count, np.int64), np.empty(count, np.int64)
-        ids: list[int] = []
+        n, chunks = num_decodes, items[num_decodes:]
         newcomers: list[_Newcomer] = []
-        for i, item in enumerate(items):
-            seq = item.seq
-            end = item.start + item.num_tokens
-            table, at = seq.block_table, (end - 1) // self._block_size
-            rows[i] = self._row(seq, at, newcomers, whole=i >= num_decodes).index
-            last_blocks[i], ends[i] = table[at], end
+        row_list, last_list, ids, source_list, drawn = self._look_up_decodes(items[:n], newcomers)
+        samples = True
+        for place, item in enumerate(chunks, start=shape.decodes):
+            seq, at = item.seq, (item.start + item.num_tokens - 1) // self._block_size
+            row_list.append(self._row(seq, at, newcomers, whole=True).index)
+            last_list.append(seq.block_table[at])
+            source_list.append(-1)
             if item.samples:
-                self.drawn[seq.seq_id] = i if i < num_decodes else shape.decodes + i - num_decodes
+                drawn[seq.seq_id] = place
                 samples = samples and not seq.forks
-            if i < num_decodes:
-                if end <= len(seq.token_ids):
-                    ids.append(seq.token_ids[end - 1])
-                else:
-                    ids.append(0)
-                    sources[i] = drawn_before[seq.seq_id]
-            else:
-                sequences.append(item)
-        self._fill_rows(host, shape, items, num_decodes, rows, ends, last_blocks, sources)
-        n = num_decodes
+        self.drawn = drawn
+        rows, last_blocks = np.array(row_list, np.int64), np.array(last_list, np.int64)
+        ends = np.array([item.start + item.num_tokens for item in items], np.int64)
+        self._fill_rows(host, shape, items, n, rows, ends, last_blocks, np.array(source_list, np.int32))
         host["input_ids"][:n] = ids
         host["positions"][:n] = ends[:n] - 1
         host["slots"][:n] = last_blocks[:n] * self._block_size + (ends[:n] - 1) % self._block_size
@@ -155,13 +146,13 @@ class GraphInputs:
         if self._per_tile[shape.decodes]:
             self._fill_shared(host, items[:n], rows[:n], ends[:n], anew=bool(newcomers))
         if shape.tokens:
-            self._fill_chunks(host, shape, sequences, rows[n:])
+            self._fill_chunks(host, shape, chunks, rows[n:])
         if newcomers:
             self._introduce(newcomers, turn)
         used = self._num_words(shape)
         self._storage[:used].copy_(self._pinned[turn][:used], non_blocking=True)
-        sampled = [i for i, item in enumerate(items) if item.samples]
-        if len(sampled) < count:
+        if not all(item.samples for item in chunks):
+            sampled = [i for i, item in enumerate(items) if item.samples]
             items, rows, ends = [items[i] for i in sampled], rows[sampled], ends[sampled]
         if not (self._sampling.prepare(items, rows, ends) and samples):
             self.drawn = {}  # what the graph draws is not what is taken
@@ -169,6 +160,30 @@ class GraphInputs:
         return True
 
     # -- internals ------------------------------------------------------------------------------------
+
+    def _look_up_decodes(
+        self, decodes: list[ScheduledSequence], newcomers: list[_Newcomer]
+    ) -> tuple[list[int], list[int], list[int], list[int], dict[int, int]]:
+        """By decode: its row, its last block, its last token (0 where that is not known), where the last step draws it
+        (-1 where it is known); and by sequence id the place at which this step draws. One pass, as short as can be."""
+        block_size, known, drawn_before = self._block_size, self._host_tables.rows, self.drawn
+        rows, blocks, ids, sources, seq_ids = [], [], [], [], []
+        for item in decodes:
+            seq, last = item.seq, item.start
+            seq_id, table, tokens, at = seq.seq_id, seq.block_table, seq.token_ids, last // block_size
+            row = known.get(seq_id)
+            if row is None or row.num_sent <= at or row.source is not table:
+                row = self._row(seq, at, newcomers, whole=False)
+            rows.append(row.index)
+            blocks.append(table[at])
+            seq_ids.append(seq_id)
+            if last < len(tokens):
+                ids.append(tokens[last])
+                sources.append(-1)
+            else:
+                ids.append(0)
+                sources.append(drawn_before[seq_id])
+        return rows, blocks, ids, sources, dict(zip(seq_ids, range(len(seq_ids)), strict=True))
 
     def _row(self, seq: Sequence, at: int, newcomers: list[_Newcomer], whole: bool) -> TableRow:
         """The sequence's row on the device, complete but for the block at index `at` once newcomers are introduced."""
@@ -223,9 +238,10 @@ class GraphInputs:
             host["table_rows"][rest] = host["draw_rows"][rest] = self._padding_row
             host["drawn_positions"][rest] = host["context_lens"][rest] = host["blocks"][rest] = 0
             host["sources"][rest] = -1
-        for i in [i for i, item in enumerate(items) if not item.samples]:
-            # What this draws is nobody's: as a padding row it costs the least, and counts no token.
-            host["draw_rows"][shape.decodes + i - n] = self._padding_row
+        for place, item in enumerate(items[n:], start=shape.decodes):
+            if not item.samples:
+                # What this draws is nobody's: as a padding row it costs the least, and counts no token.
+                host["draw_rows"][place] = self._padding_row
         host["last_tokens"][: shape.decodes] = np.arange(shape.decodes)
         host["query_start"][: shape.decodes + 1] = np.arange(shape.decodes + 1)
 

@@ -291,13 +291,13 @@ class ModelRunner:
 
     def _replay(self, graphs: StepGraphs, plan: StepPlan, shape: Shape) -> StepHandle:
         step = graphs.launch(plan, shape)
-        drawn = [
-            (seq, row)
-            for item, row in zip(plan.items, step.rows, strict=True)
-            if item.samples
-            for seq in item.seq.drawn
-        ]
-        sampled, rows = [seq for seq, _ in drawn], [row for _, row in drawn]
+        # Decodes draw a token each; the chunks behind them may draw none, or those of several forks.
+        n = plan.num_decodes
+        sampled, rows = [item.seq for item in plan.items[:n]], step.rows[:n]
+        for item, row in zip(plan.items[n:], step.rows[n:], strict=True):
+            if item.samples:
+                sampled += item.seq.drawn
+                rows += [row] * len(item.seq.drawn)
         if step.token_ids is not None:
             return StepHandle(sampled, step.token_ids, step.done, rows)
         if step.logits is None:

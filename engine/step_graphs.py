@@ -189,8 +189,8 @@ class StepGraphs:
             token_ids = self._results[turn][: shape.sequences]
             token_ids.copy_(self._tokens[: shape.sequences], non_blocking=True)
         done.record()
-        gap = shape.decodes - plan.num_decodes
-        rows = [i if i < plan.num_decodes else i + gap for i in range(len(plan.items))]
+        num_chunks = len(plan.items) - plan.num_decodes
+        rows = [*range(plan.num_decodes), *range(shape.decodes, shape.decodes + num_chunks)]
         return GraphStep(logits, token_ids, done, rows)
 
     def _step(self, shape: Shape, x: GraphBuffers, shares: bool) -> None:
