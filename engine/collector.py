@@ -33,13 +33,14 @@ class Collector:
         for seq, logprobs in handle.prompt_logprobs:
             assert seq.prompt_logprobs is not None
             seq.prompt_logprobs.extend(logprobs)
+        block_size = self._blocks.block_size
         for item in plan.items:
-            seq = item.seq
+            seq, end = item.seq, item.start + item.num_tokens
             if item.is_stale:  # ended meanwhile, by a stop, an abort or another beam of its search; or preempted
                 if item.samples:
                     next(sampled)
                 continue
-            seq.num_computed_tokens = item.start + item.num_tokens
+            seq.num_computed_tokens = end
             if not item.samples:
                 self._blocks.index_full_blocks(seq)
                 outputs.append(self._requests.output(seq, []))
@@ -56,7 +57,8 @@ class Collector:
                 for _ in seq.drawn[1:]:  # drawn from the same logits
                     next(sampled)
                 continue
-            self._blocks.index_full_blocks(seq)
+            if item.num_tokens > 1 or end % block_size == 0:  # a decode fills a block once in block_size steps
+                self._blocks.index_full_blocks(seq)
             if seq.beam is not None:
                 self._report_beam(seq, handle.logprobs[seq], now, outputs)
                 continue
@@ -69,18 +71,19 @@ class Collector:
         return outputs
 
     def _take(self, seq: Sequence, token: int, handle: StepHandle, now: float, outputs: list[StepOutput]) -> None:
-        new = [token]
+        new, metrics = [token], seq.metrics
         seq.token_ids.append(token)
-        if not seq.metrics.first_token:
-            seq.metrics.first_token = now
-        seq.metrics.last_token = now
+        if not metrics.first_token:
+            metrics.first_token = now
+        metrics.last_token = now
+        count = seq.num_output_tokens
         logprobs = None if seq.num_logprobs is None else [handle.logprobs[seq]]
         if token in seq.stop_ids:
             self._requests.finish(seq, "stop", None, outputs, new, logprobs)
-        elif seq.num_output_tokens >= seq.max_tokens:
+        elif count >= seq.max_tokens:
             self._requests.finish(seq, "length", None, outputs, new, logprobs)
         else:
-            table = list(seq.block_table) if seq.num_output_tokens == 1 else None
+            table = list(seq.block_table) if count == 1 else None
             outputs.append(self._requests.output(seq, new, table, logprobs))
 
     def _report_beam(self, seq: Sequence, logprobs: TokenLogprobs, now: float, outputs: list[StepOutput]) -> None:
