@@ -54,13 +54,12 @@ class StreamState:
 
     def feed(self, step: StepOutput) -> Delta:
         """Take one step's output in; returns what is new for the reader."""
-        ids = step.new_token_ids
-        reason = step.finish_reason
+        ids, reason, text = step.new_token_ids, step.finish_reason, ""
         if reason == "stop" and ids:
             if ids[-1] in self.params.stop_token_ids:
                 self.stop_reason = ids[-1]
             ids = ids[:-1]
-        self.token_ids.extend(ids)
+        self.token_ids += ids
         if self.logprobs is not None and step.logprobs:
             self.logprobs.extend(step.logprobs[: len(ids)])
         if step.prompt_logprobs is not None:
@@ -69,7 +68,6 @@ class StreamState:
             self.num_cached_tokens, self.num_computed_tokens = step.num_cached_tokens, step.num_computed_tokens
             self.metrics = step.metrics
         self.error = step.error
-        text = ""
         if self._detokenizer is not None:
             text = self._detokenizer.push(ids) if ids else ""
             if reason is not None:
@@ -80,34 +78,33 @@ class StreamState:
                 del self.token_ids[self._detokenizer.kept_tokens :]
                 if self.logprobs is not None:
                     del self.logprobs[self._detokenizer.kept_tokens :]
-        self.text += text
+            self.text += text
         self.finish_reason = reason
+        # By position, which takes a third of the time: there is one of these for every token of every stream.
         return Delta(
-            text=text,
-            token_ids=ids,
-            num_output_tokens=len(self.token_ids),
-            finish_reason=reason,
-            stop_reason=self.stop_reason,
-            error=step.error,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_computed_tokens=self.num_computed_tokens,
-            block_table=step.block_table,
-            metrics=self.metrics,
-            index=self.index,
-            logprobs=self._new_logprobs(),
-            prompt_logprobs=step.prompt_logprobs,
+            text,
+            ids,
+            len(self.token_ids),
+            reason,
+            self.stop_reason,
+            step.error,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_computed_tokens,
+            step.block_table,
+            self.metrics,
+            self.index,
+            None if self.logprobs is None else self._new_logprobs(self.logprobs),
+            step.prompt_logprobs,
         )
 
-    def _new_logprobs(self) -> list[TokenLogprobs] | None:
+    def _new_logprobs(self, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """Those of the tokens that are shown in full and were not before; at the end, of all that are left."""
-        if self.logprobs is None:
-            return None
         shown = len(self.token_ids)
         if self._detokenizer is not None and not self.finished:
             shown = min(shown, self._detokenizer.shown_tokens)
         first, self._num_logprobs_given = self._num_logprobs_given, max(shown, self._num_logprobs_given)
-        return self.logprobs[first:shown]
+        return logprobs[first:shown]
 
     def completion(self) -> CompletionOutput:
         """This continuation as it stands."""
