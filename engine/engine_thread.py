@@ -21,7 +21,7 @@ from engine.faults import StepStuck, root_cause
 from engine.inbox import Inbox
 from engine.origin import Origin
 from engine.outbox import Outbox
-from engine.outputs import RequestPriority
+from engine.outputs import RequestPriority, StepOutput
 from engine.request_stream import BlockingStream, RequestStream, Stream, Submission
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.status import EngineStatus, LoadStatus
@@ -76,6 +76,7 @@ class EngineThread:
         self._engine: LLMEngine | None = None
         self._inbox = Inbox()
         self._outbox = Outbox(self.abort)
+        self._untold: list[StepOutput] = []  # of the last step
         # Both go on over a retry: an id or a number from before it never means something of the new engine.
         self._ids = itertools.count(1)
         self._last_event = 0
@@ -256,6 +257,7 @@ class EngineThread:
         """End every request with "abort" and its figures."""
         with self._lock:  # no request gets in from here on
             self._error = self._error or _SHUT_DOWN
+        self._tell()
         for request_id in list(self._outbox.streams):
             engine.abort(request_id)
         self._outbox.deliver(engine.step())
@@ -298,6 +300,8 @@ class EngineThread:
         unchecked = False
         while True:
             idle = engine.is_finished()
+            if idle or not engine.is_ahead:
+                self._tell()
             if idle:
                 watchdog.rest()
             restless = unchecked or engine.ranks is not None
@@ -305,6 +309,7 @@ class EngineThread:
             if self._stopping or self._error is not None:
                 return
             if command is not None:
+                self._tell()
                 watchdog.wake()
                 command()
                 unchecked = True
@@ -315,10 +320,20 @@ class EngineThread:
                     unchecked = False
                 engine.watch()
             else:
-                self._outbox.deliver(engine.step())
+                # Those who read take the interpreter's lock from this thread. So where a step runs already they are
+                # woken once the one behind it has been launched, too, and this thread waits.
+                outputs = engine.step(self._tell)
+                self._tell()
+                self._untold = outputs
+
+    def _tell(self) -> None:
+        """Hand the last step's outputs to their streams."""
+        outputs, self._untold = self._untold, []
+        self._outbox.deliver(outputs)
 
     def _end_all(self) -> None:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
+        self._tell()
         with self._lock:
             open_streams = list(self._outbox.streams.values())
             asked = self._inbox.take_unanswered()

@@ -17,6 +17,7 @@ import itertools
 import logging
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -217,8 +218,16 @@ class LLMEngine:
 
     # -- the step -------------------------------------------------------------------------------------
 
-    def step(self) -> list[StepOutput]:
-        """Run one step and return what it did for each request that it touched."""
+    @property
+    def is_ahead(self) -> bool:
+        """The next step has been launched already."""
+        return self._ahead is not None
+
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[StepOutput]:
+        """Run one step and return what it did for each request that it touched.
+
+        meanwhile: called, if a step is run, while it and perhaps the next one run: whatever it does, no step waits.
+        """
         outputs, self._pending = self._pending, []
         started = time.perf_counter()
         flight, self._ahead = self._ahead, None
@@ -234,7 +243,7 @@ class LLMEngine:
             if flight is None:
                 self._note_first_schedule(plan)
                 self._prepare_blocks()
-            outcome = self.executor.run(plan, flight, partial(self._work_ahead, plan))
+            outcome = self.executor.run(plan, flight, partial(self._work_ahead, plan, meanwhile))
         except RanksLost as loss:
             self._take_back(plan)
             self._pending = outputs + self._pending
@@ -305,9 +314,11 @@ class LLMEngine:
             self.requests.finish(seq, "length", None, outputs)
         return plan
 
-    def _work_ahead(self, plan: StepPlan) -> None:
+    def _work_ahead(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> None:
         """While the plan's step runs: what need not wait for its tokens."""
         self._launch_ahead()
+        if meanwhile is not None:
+            meanwhile()
         for item in plan.items[plan.num_decodes :]:
             if not item.is_stale:
                 self.blocks.note_contents(item.seq, min(item.start + item.num_tokens, len(item.seq.token_ids)))

@@ -65,7 +65,7 @@ class Bench:
     def break_down(self, error: Exception) -> None:
         """From now on every step of the newest engine fails, and not for what is in it."""
 
-        def fail() -> list:
+        def fail(meanwhile: object) -> list:
             raise error
 
         self.engines[-1].step = fail  # type: ignore[method-assign]
@@ -117,6 +117,33 @@ async def test_a_request_from_an_event_loop_streams_its_tokens(engine: EngineThr
     assert (deltas[-1].finish_reason, deltas[-1].num_output_tokens) == ("length", 20)
     assert next(d.block_table for d in deltas if d.block_table)
     assert stream.output().metrics.ttft > 0
+
+
+async def test_readers_are_woken_when_the_next_step_has_been_launched_and_before_the_wait_for_this_one(
+    engine: EngineThread, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, calls = bench.engines[-1].runner, []
+    runner.leads = True  # type: ignore[misc]
+    launch, collect, deliver = runner.launch, runner.collect, engine._outbox.deliver
+    monkeypatch.setattr(runner, "launch", lambda plan: (calls.append("launch"), launch(plan))[1])
+    monkeypatch.setattr(runner, "collect", lambda handle: (calls.append("collect"), collect(handle))[1])
+    monkeypatch.setattr(
+        engine._outbox, "deliver", lambda outputs: (calls.extend(["tell"] * bool(outputs)), deliver(outputs))[1]
+    )
+    deltas = await read(engine.submit([1, 2, 3], tokens(4)))
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 4)
+    assert calls[:8] == ["launch", "launch", "collect", "launch", "tell", "collect", "launch", "tell"]
+    assert calls[8:] == ["collect", "tell", "collect", "tell"]
+
+
+async def test_a_request_that_a_token_ends_while_the_next_step_runs_is_told_so_at_once(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.engines[-1].runner.leads = True  # type: ignore[misc]
+    reply = continuation([1, 2, 3], 3)
+    stop = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=reply[2:])
+    deltas = await asyncio.wait_for(read(engine.submit([1, 2, 3], stop)), 5)
+    assert [t for d in deltas for t in d.token_ids] == reply[:2] and deltas[-1].finish_reason == "stop"
 
 
 def test_a_request_from_a_plain_thread_streams_its_tokens(engine: EngineThread) -> None:

@@ -80,7 +80,7 @@ def test_a_question_that_waits_when_the_engine_dies_is_answered_with_the_cause(
     """It is in the inbox behind the step that never comes back well."""
     in_step, answer = threading.Event(), []
 
-    def fail() -> list:
+    def fail(meanwhile: object) -> list:
         in_step.set()
         time.sleep(0.2)
         raise MemoryError("the pool is on fire")
