@@ -6,6 +6,7 @@ Nothing but this thread touches the engine's state once it is loaded.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import sys
@@ -236,6 +237,10 @@ class EngineThread:
             engine = LLMEngine(self.config, self._report)
             engine.events.continue_after(self._last_event)
             self._engine = engine
+            # What is loaded stays. To search the hundred thousands of its objects, as the collector does at every full
+            # collection, would stop all streams for a tenth of a second and more, every few seconds.
+            gc.collect()
+            gc.freeze()
             self._load = LoadStatus("ready", 100.0)
             self._settled.set()
             self._loop(engine)
@@ -244,6 +249,7 @@ class EngineThread:
         except BaseException as error:
             died = self._fail(error) and engine is not None
         finally:
+            gc.unfreeze()
             self._end_all()
             self._engine = None
             self._settled.set()

@@ -584,6 +584,15 @@ async def test_a_reader_that_never_reads_holds_its_reply_and_no_object_a_step(
     thread.shutdown()
 
 
+def test_what_is_loaded_is_kept_from_the_collector_while_the_engine_lives(bench: Bench) -> None:
+    thread = EngineThread(EngineConfig())
+    thread.start()
+    assert thread.wait_until_settled(10)
+    assert gc.get_freeze_count() > 1000
+    thread.shutdown()
+    assert gc.get_freeze_count() == 0
+
+
 async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:
     bench.pause = 0.02
     async with AsyncLLM("stand-in") as llm:
