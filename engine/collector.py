@@ -71,20 +71,25 @@ class Collector:
         return outputs
 
     def _take(self, seq: Sequence, token: int, handle: StepHandle, now: float, outputs: list[StepOutput]) -> None:
-        new, metrics = [token], seq.metrics
-        seq.token_ids.append(token)
+        ids, metrics, prompt = seq.token_ids, seq.metrics, seq.num_prompt_tokens
+        ids.append(token)
+        count = len(ids) - prompt
         if not metrics.first_token:
             metrics.first_token = now
         metrics.last_token = now
-        count = seq.num_output_tokens
         logprobs = None if seq.num_logprobs is None else [handle.logprobs[seq]]
         if token in seq.stop_ids:
-            self._requests.finish(seq, "stop", None, outputs, new, logprobs)
+            self._requests.finish(seq, "stop", None, outputs, [token], logprobs)
         elif count >= seq.max_tokens:
-            self._requests.finish(seq, "length", None, outputs, new, logprobs)
+            self._requests.finish(seq, "length", None, outputs, [token], logprobs)
+        elif count == 1:
+            outputs.append(self._requests.output(seq, [token], list(seq.block_table), logprobs))
         else:
-            table = list(seq.block_table) if count == 1 else None
-            outputs.append(self._requests.output(seq, new, table, logprobs))
+            # LiveRequests.output() without what only a first or last token has: there is one for nearly every token.
+            figures = prompt, seq.num_cached_tokens, prompt
+            outputs.append(
+                StepOutput(seq.request_id, [token], None, None, *figures, None, metrics, seq.index, True, logprobs)
+            )
 
     def _report_beam(self, seq: Sequence, logprobs: TokenLogprobs, now: float, outputs: list[StepOutput]) -> None:
         assert seq.beam is not None
