@@ -53,7 +53,7 @@ class Detokenizer:
         # A byte-level tokenizer knows the bytes of every token, so any id tells which kind this one is.
         byte_level = tokenizer.token_bytes(0) is not None
         self._decoder = (_ByteDecoder if byte_level else _TextDecoder)(tokenizer, prompt_ids)
-        self._stops = _StopFinder(stop)
+        self._stops, self._has_stops = _StopFinder(stop), bool(stop)
         self._min_tokens = min_tokens
         self._ends: list[int] = []  # characters of text after each pushed id
         self._length = 0  # characters of text so far, held back ones included
@@ -64,15 +64,18 @@ class Detokenizer:
         """The text that may be shown now; "" after a stop."""
         if self.stopped is not None:
             return ""
-        pieces = []
-        unsearched = max(0, self._min_tokens - len(self._ends))
+        pieces, ends, length = [], self._ends, self._length
+        unsearched = max(0, self._min_tokens - len(ends)) if self._has_stops else len(ids)
         for token_id in ids:
             piece = self._decoder.push(token_id)
-            self._length += len(piece)
-            self._ends.append(self._length)
+            length += len(piece)
+            ends.append(length)
             pieces.append(piece)
-        text, self.stopped = self._stops.push("".join(pieces[unsearched:]))
-        text = "".join(pieces[:unsearched]) + text
+        self._length = length
+        text = "".join(pieces[:unsearched])
+        if len(pieces) > unsearched:
+            shown, self.stopped = self._stops.push("".join(pieces[unsearched:]))
+            text += shown
         self._kept += len(text)
         return text
 

@@ -228,6 +228,8 @@ class GraphInputs:
     ) -> None:
         """The columns of a place for each sequence: decodes from 0, chunks from shape.decodes on, padding between."""
         for first, stop, values in ((0, shape.decodes, slice(0, n)), (shape.decodes, shape.sequences, slice(n, None))):
+            if first == stop:
+                continue
             count = len(rows[values])
             here, rest = slice(first, first + count), slice(first + count, stop)
             host["table_rows"][here] = rows[values]
