@@ -6,7 +6,6 @@ Nothing but this thread touches the engine's state once it is loaded.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
 from engine.faults import StepStuck, root_cause
+from engine.heap import quiet_collector
 from engine.inbox import Inbox
 from engine.origin import Origin
 from engine.outbox import Outbox
@@ -237,19 +237,15 @@ class EngineThread:
             engine = LLMEngine(self.config, self._report)
             engine.events.continue_after(self._last_event)
             self._engine = engine
-            # What is loaded stays. To search the hundred thousands of its objects, as the collector does at every full
-            # collection, would stop all streams for a tenth of a second and more, every few seconds.
-            gc.collect()
-            gc.freeze()
-            self._load = LoadStatus("ready", 100.0)
-            self._settled.set()
-            self._loop(engine)
-            if self._stopping:
-                self._wind_up(engine)
+            with quiet_collector():
+                self._load = LoadStatus("ready", 100.0)
+                self._settled.set()
+                self._loop(engine)
+                if self._stopping:
+                    self._wind_up(engine)
         except BaseException as error:
             died = self._fail(error) and engine is not None
         finally:
-            gc.unfreeze()
             self._end_all()
             self._engine = None
             self._settled.set()

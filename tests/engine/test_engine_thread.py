@@ -585,12 +585,12 @@ async def test_a_reader_that_never_reads_holds_its_reply_and_no_object_a_step(
 
 
 def test_what_is_loaded_is_kept_from_the_collector_while_the_engine_lives(bench: Bench) -> None:
-    thread = EngineThread(EngineConfig())
+    thread, thresholds = EngineThread(EngineConfig()), gc.get_threshold()
     thread.start()
     assert thread.wait_until_settled(10)
-    assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() > 1000 and gc.get_threshold()[0] > thresholds[0]
     thread.shutdown()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == thresholds
 
 
 async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:
