@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
 from engine.faults import StepStuck, root_cause
-from engine.heap import quiet_collector
+from engine.heap import rare_collections, settled_heap
 from engine.inbox import Inbox
 from engine.origin import Origin
 from engine.outbox import Outbox
@@ -237,7 +237,7 @@ class EngineThread:
             engine = LLMEngine(self.config, self._report)
             engine.events.continue_after(self._last_event)
             self._engine = engine
-            with quiet_collector():
+            with settled_heap(), rare_collections():
                 self._load = LoadStatus("ready", 100.0)
                 self._settled.set()
                 self._loop(engine)
