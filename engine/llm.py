@@ -12,12 +12,14 @@ from tqdm import tqdm
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config import EngineConfig
+from engine.heap import rare_collections
 from engine.llm_engine import LLMEngine
-from engine.many_outputs import open_state
+from engine.many_outputs import BeamState, ForkedState, open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.shown import shown
+from engine.stream import StreamState
 
 Prompt = str | list[int]
 Params = SamplingParams | BeamSearchParams
@@ -74,14 +76,14 @@ class LLM:
         order = [self._add(*request, priority, origin) for request in requests]
         wanted = set(order)
         done: dict[int, RequestOutput] = {}
-        with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress:
+        with _Progress(len(wanted), self.engine, enabled=use_tqdm) as progress, rare_collections():
             try:
                 while len(done) < len(wanted):
-                    for output in self._advance():
-                        if output.request_id not in wanted:
-                            self._kept.append(output)
-                        elif output.finish_reason is not None:
-                            done[output.request_id] = output
+                    for stream in self._advance():
+                        if stream.request_id not in wanted:
+                            self._kept.append(stream.output())
+                        elif stream.finished:
+                            done[stream.request_id] = stream.output()
                             progress.finished()
                     progress.refresh()
             except BaseException:
@@ -152,7 +154,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns every request that advanced, as it stands (finish_reason None: not done)."""
         kept, self._kept = self._kept, []
-        return kept + self._advance()
+        return kept + [stream.output() for stream in self._advance()]
 
     def is_finished(self) -> bool:
         """True when no request is left and no result waits for a step()."""
@@ -186,7 +188,8 @@ class LLM:
         """Let go of the model and its memory; a second call is a no-op."""
         self.engine.exit()
 
-    def _advance(self) -> list[RequestOutput]:
+    def _advance(self) -> list[StreamState | ForkedState | BeamState]:
+        """Run one step; returns the requests that advanced."""
         advanced = {}
         for step in self.engine.step():
             stream = self._streams.get(step.request_id)
@@ -200,7 +203,7 @@ class LLM:
             if stream.finished:
                 del self._streams[step.request_id]
             advanced[step.request_id] = stream
-        return [stream.output() for stream in advanced.values()]
+        return list(advanced.values())
 
 
 class AsyncLLM:
