@@ -89,7 +89,7 @@ class RequestStream(Stream):
         super().__init__(request, tokenizer, abort)
         self.loop = loop
         self._unread: dict[int, Delta] = {}
-        self._reader: asyncio.Future[None] | None = None  # what the reader waits for
+        self._reader: asyncio.Future[None] | None = None  # what the reader waits for, or has waited for
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -100,10 +100,7 @@ class RequestStream(Stream):
                 raise StopAsyncIteration
             # A bare future: an asyncio.Event is one, too, with a queue of those that wait, and takes twice the time.
             self._reader = self.loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            await self._reader
         return self._unread.pop(next(iter(self._unread)))
 
     def deliver(self, output: StepOutput) -> None:
