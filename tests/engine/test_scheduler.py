@@ -10,6 +10,7 @@ from engine.llm_engine import LLMEngine
 from engine.outputs import RequestPriority
 from engine.sampling_params import SamplingParams
 from engine.scheduler import StepPlan
+from engine.sequence import Sequence
 from history_model import history_engine, next_token
 
 
@@ -230,6 +231,30 @@ def test_the_lowest_priority_then_the_latest_arrival_is_preempted_first() -> Non
     assert driver.results[high].preemptions == driver.results[early].preemptions == 0
     for request_id, prompt in ((low, 1), (high, 2), (early, 3), (late, 4)):
         assert driver.results[request_id].ids == continuation([prompt] * 7, 20)
+
+
+def test_a_decode_that_is_preempted_for_one_behind_it_leaves_the_plan_that_it_was_in_already() -> None:
+    """Low runs first and is planned first, with room in its block; normal then needs a block that only low has."""
+    driver = Driver(history_engine(4, 4, max_num_seqs=2, max_num_batched_tokens=16))
+    scheduler, left = driver.engine.scheduler, []
+    unplan = scheduler._unplan
+
+    def watched(plan: StepPlan, seq: Sequence) -> None:
+        before = len(plan.items)
+        unplan(plan, seq)
+        left.extend([seq.request_id] * (before - len(plan.items)))
+
+    scheduler._unplan = watched  # type: ignore[method-assign]
+    low = driver.add([1] * 4, 9, RequestPriority.LOW)
+    driver.step()
+    normal = driver.add([2] * 6, 9)
+    driver.drain()
+    assert left == [low]
+    assert driver.results[low].ids == continuation([1] * 4, 9)
+    assert driver.results[normal].ids == continuation([2] * 6, 9)
+    for plan in driver.plans:
+        assert plan.num_tokens == sum(item.num_tokens for item in plan.items)
+        assert all(item.num_tokens == 1 and item.samples for item in plan.items[: plan.num_decodes])
 
 
 def test_a_preempted_request_hits_its_own_blocks_and_ends_as_if_never_interrupted() -> None:
