@@ -28,8 +28,10 @@ _MOST_COUNTERS = 1023  # sequences times KV heads of a step whose sequences are 
 # Sequences times KV heads from which on reading a shared prefix once pays. With fewer each program lasts longer, and
 # one that walks a prefix for many has no others to hide its waits behind.
 _LEAST_SHARING = 384
-# Where choose_splits does not split: keys of a part at least, and parts.
+# Where choose_splits does not split: keys of a part at least, and parts. What shares a prefix are most often
+# conversations of about one length, and then a part more is only one more to merge.
 _LONG_KEYS = 512
+_LONG_KEYS_SHARING = 1024
 _LONG_SPLITS = 4
 
 
@@ -223,7 +225,7 @@ class TritonBackend(AttentionBackend):
         splits, least_keys = choose_splits(decodes * kv_heads, longest, _processors(device), least_keys=128), 1
         if splits == 1 and decodes * kv_heads <= _MOST_COUNTERS and longest >= _LONG_SPLITS * _LONG_KEYS:
             # The card is full, but not so full that a sequence longer than the others would not keep it waiting.
-            splits, least_keys = _LONG_SPLITS, _LONG_KEYS
+            splits, least_keys = _LONG_SPLITS, _LONG_KEYS if batch.shared is None else _LONG_KEYS_SHARING
         plan = batch.scratch[self.name] = _Plan(
             query_start[decodes:],
             context_lens[:decodes],
