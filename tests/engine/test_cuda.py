@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import mixed_requests
-from engine import LLM, SamplingParams
+from engine import LLM, SamplingParams, shared_prefixes
 from engine.graph_shapes import Shape
+from models.layers import triton_attention
 from reference import assert_greedy
 
 pytestmark = pytest.mark.gpu
@@ -168,6 +169,34 @@ def test_graphs_of_every_size_have_the_greedy_tokens_of_transformers(kind: str, 
     assert {shape.decodes for shape in shapes if not shape.tokens} == {1, 2, 4, 8, 16, 20}
     assert any(shape.tokens for shape in shapes)
     assert llm.stats()["cached_tokens"] > 0
+    llm.engine.check_integrity()
+    llm.exit()
+
+
+@pytest.mark.parametrize("kind", ["tiny_llama", "tiny_qwen3"])
+def test_decodes_that_share_prefixes_have_the_greedy_tokens_of_transformers(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two system prompts, one of them that of most; requests that join and end beside those that go on."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(triton_attention, "_LEAST_SHARING", 4)
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED", 16)
+    monkeypatch.setattr(shared_prefixes, "LEAST_SAVED_EACH", 1)
+    folder: Path = request.getfixturevalue(kind)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM(folder, **{**GRAPHED, "num_kvcache_blocks": 1000})
+    graphs: Any = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    shared: list[Shape] = []
+    for shape, replay in list(graphs._sharing.items()):
+        graphs._sharing[shape] = lambda shape=shape, replay=replay: (shared.append(shape), replay())
+    systems = [[(7 * i + k) % 500 for i in range(length)] for k, length in enumerate((100, 37))]
+    llm.generate(systems, GREEDY, use_tqdm=False)  # from here on they stand in the cache
+    asked = [systems[i % 5 == 0] + own for i, own in enumerate(prompts(18))] + prompts(4, seed=8)
+    params = [SamplingParams(temperature=0.0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(len(asked))]
+    found = llm.generate(asked, params, use_tqdm=False)
+    assert_greedy(theirs, asked, [out.token_ids for out in found])
+    assert len(shared) > 30 and len(set(shared)) > 2
     llm.engine.check_integrity()
     llm.exit()
 
