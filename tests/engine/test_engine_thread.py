@@ -593,6 +593,16 @@ def test_what_is_loaded_is_kept_from_the_collector_while_the_engine_lives(bench:
     assert heap._num_frozen == others
 
 
+async def test_a_reader_that_has_given_up_waiting_reads_on(engine: EngineThread, bench: Bench) -> None:
+    bench.pause = 0.05
+    stream = engine.submit([1, 2, 3], tokens(4))
+    for _ in range(2):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.005)
+    deltas = await asyncio.wait_for(read(stream), 10)
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 4)
+
+
 async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:
     bench.pause = 0.02
     async with AsyncLLM("stand-in") as llm:
