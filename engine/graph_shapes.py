@@ -2,7 +2,7 @@
 
 A graph computes all of its rows, so a step is padded to the cheapest shape that holds it. Decodes alone come in many
 sizes, because that is what most steps are. Steps with prompt tokens come in a grid: alone in fine steps, because
-padding computes; beside decodes in coarse ones, because there the launches that a graph saves outweigh it.
+padding computes; beside decodes in coarser ones, because there the launches that a graph saves outweigh it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 MOST_DECODES = 512  # of a graph; beyond, launches are a small share of a step
 MOST_TOKENS = 8192  # of prompts in a graph, likewise
 _FEWEST_TOKENS = 64
+_COARSE = 1024  # prompt tokens up to which there are only powers of two beside decodes
 
 
 class Shape(NamedTuple):
@@ -43,7 +44,8 @@ def all_shapes(max_num_seqs: int, max_num_tokens: int) -> list[Shape]:
     tokens = [*(size for size in _token_sizes(4) if size < most), most]
     shapes = [Shape(size) for size in decodes]
     shapes += [Shape(0, size, _chunks(size, max_num_seqs)) for size in tokens]
-    coarse = [size for size in tokens if size & (size - 1) == 0 or size == most]
+    coarse = [size for size in tokens if size in _token_sizes(1) or size == most]
+    coarse += [size for size in tokens if size in _token_sizes(2) and size > _COARSE and size not in coarse]
     shapes += [Shape(d, size, _chunks(size, max_num_seqs)) for d in beside for size in coarse]
     return sorted(shapes, key=lambda shape: (shape.total, shape))
 

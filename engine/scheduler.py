@@ -341,7 +341,7 @@ class Scheduler:
 
 def _is_large(plan: StepPlan) -> bool:
     """One more prompt like those in it would make the step larger than need be: beside decodes than the next power of
-    two, to which a captured step is padded anyway (see graph_shapes.py)."""
+    two, for which there is a captured step anyway (see graph_shapes.py)."""
     prompts, tokens = len(plan.items) - plan.num_decodes, plan.num_tokens - plan.num_decodes
     enough = max(_ENOUGH_TOKENS, 1 << (tokens - 1).bit_length()) if plan.num_decodes else _ENOUGH_TOKENS
     return prompts >= _ENOUGH_PROMPTS and tokens + tokens // prompts > enough
