@@ -289,6 +289,8 @@ def _paged_decode(
     if WINDOW == 0:
         whole = start + (end - start) // BLOCK_N * BLOCK_N
 
+    # Read without having waited: not from a multiprocessor's own cache, which is only sure to be renewed by then.
+    CACHE: tl.constexpr = ".cg" if PREFIX_PARTS > 0 else ""
     inside = valid[:, None] & within[None, :]
     row = q + seq * q_row_stride
     query_rows = row + (head * q_head_stride)[:, None]
@@ -297,11 +299,13 @@ def _paged_decode(
     values = tl.zeros([BLOCK_M, DIM_PADDED], dtype=tl.float32)
     if ROTATES:
         key_row = row + (KV_HEADS * GROUP + kv_head) * DIM
-        x = tl.load(query_rows + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(query_rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        new = tl.load(key_row + dim, mask=within, other=0.0).to(tl.float32)
-        new_other = tl.load(key_row + partner, mask=within, other=0.0).to(tl.float32)
-        value = tl.load(key_row + KV_HEADS * DIM + dim, mask=within, other=0.0).to(v_cache.dtype.element_ty)
+        x = tl.load(query_rows + dim[None, :], mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        other = tl.load(query_rows + partner[None, :], mask=inside, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        new = tl.load(key_row + dim, mask=within, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        new_other = tl.load(key_row + partner, mask=within, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        value = tl.load(key_row + KV_HEADS * DIM + dim, mask=within, other=0.0, cache_modifier=CACHE).to(
+            v_cache.dtype.element_ty
+        )
         if NORMS:
             scale_q = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
             x, other = x * (scale_q * q_gain[None, :]), other * (scale_q * q_partner_gain[None, :])
@@ -319,7 +323,7 @@ def _paged_decode(
             total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
             values += value.to(tl.float32)[None, :]
     else:
-        queries = tl.load(query_rows + dim[None, :], mask=inside, other=0.0)
+        queries = tl.load(query_rows + dim[None, :], mask=inside, other=0.0, cache_modifier=CACHE)
     position = tl.zeros([BLOCK_M], dtype=tl.int32) + (context - 1)
     for key in range(start, whole, BLOCK_N):
         total, peak, values = attend_keys(

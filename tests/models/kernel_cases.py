@@ -256,10 +256,8 @@ def test_decodes_that_have_prefixes_in_common(
     prefixes.partials.log_sums.fill_(torch.nan)
     options = {"out": pages.out, "split": split_walk(pages, splits), "prefixes": prefixes}
     if not rotates:
-        for _ in range(2):
-            paged_decode.paged_decode(
-                pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale, **options
-            )
+        arguments = pages.q, pages.k_cache, pages.v_cache, pages.context_lens, pages.tables, pages.scale
+        paged_decode.paged_decode(*arguments, **options)
         close(pages.out, pages.expected())
         return
     rows, slots = len(cached), pages.slot_mapping()
@@ -267,8 +265,7 @@ def test_decodes_that_have_prefixes_in_common(
     cos, sin, weights = angles(rows, dim, dtype)
     rotation = rope_cache.Rotation(cos, sin, slots, (*weights, 1e-6))
     caches = pages.k_cache.clone(), pages.v_cache.clone()
-    for _ in range(2):
-        paged_decode.decode_qkv(qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, **options)
+    paged_decode.decode_qkv(qkv, rotation, *caches, pages.context_lens, pages.tables, pages.scale, **options)
     pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)
     close(pages.out, pages.expected())
     for got, expected in zip(caches, (pages.k_cache, pages.v_cache), strict=True):

@@ -21,6 +21,9 @@ def test_the_kernels_equal_their_references(cases: str, at_least: int) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/models/{cases}"]
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""}
+    env["OMP_NUM_THREADS"] = (
+        "1"  # the interpreter has one thread; others would only be in the way of the tests beside it
+    )
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
