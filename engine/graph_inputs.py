@@ -14,53 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.block_tables import BlockTables, TableRow, slots_of
+from engine.graph_buffers import BufferLayout, GraphBuffers, halves
 from engine.graph_sampling import GraphSampling
 from engine.graph_shapes import Shape
 from engine.scheduler import ScheduledSequence
 from engine.sequence import Sequence
-from engine.shared_prefixes import SharedPrefixFinder, num_tiles
+from engine.shared_prefixes import SharedPrefixFinder
 from models.batch import SharedPrefixes
 from models.kernels.row_settings import WORDS
 
-# The buffer's columns: of 64-bit words one for each token, then one for each sequence; then 32-bit ones, likewise one
-# for each sequence, the last with one more place. What decodes share comes behind them, also of 32 bits.
-_TOKEN_COLUMNS = _IDS, _POSITIONS, _SLOTS = range(3)
-_ROW_COLUMNS = _TABLE_ROWS, _DRAW_ROWS, _DRAWN, _LAST = range(4)
-_SHORT_COLUMNS = _CONTEXTS, _BLOCKS, _SOURCES, _STARTS = range(4)
 _IN_FLIGHT = 2  # steps whose inputs stand in host memory at a time
-
-
-@dataclass(slots=True)
-class GraphBuffers:
-    """What steps of one shape, of T rows and S sequences, read on the device. Padding rows have slot -1; padding
-    sequences have context 0, and no rows unless they are decodes.
-
-    input_ids, positions, slots   int64 [T]      as in ForwardBatch
-    table_rows                    int64 [S]      rows of the device's block tables
-    draw_rows, drawn_positions    int64 [S]      whose settings the draw goes by, and the place of the token it draws
-    last_tokens                   int64 [S]      rows of each sequence's last token: those that are sampled from
-    context_lens                  int32 [S]
-    blocks                        int32 [S]      the block of each sequence's last token
-    sources                       int32 [S]      see models.kernels.step_rows
-    query_start                   int32 [S + 1]
-    shared                        what its decodes have in common; None where such steps do not ask
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    table_rows: Tensor
-    draw_rows: Tensor
-    drawn_positions: Tensor
-    last_tokens: Tensor
-    context_lens: Tensor
-    blocks: Tensor
-    sources: Tensor
-    query_start: Tensor
-    shared: SharedPrefixes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +69,19 @@ class GraphInputs:
         self._prefixes = SharedPrefixFinder(widest, most_decodes, block_size) if widest else None
         self.shares = False
         self._looked_at = np.empty(0, np.int64)  # rows of the decodes that _prefixes has looked at last
-        self._storage = torch.zeros(max(map(self._num_words, shapes)), dtype=torch.int64, device=device)
+        self._layout = BufferLayout(self._per_tile)
+        self._storage = torch.zeros(max(map(self._layout.num_words, shapes)), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         # Words of each newcomer: its row, its settings, its table.
-        self._news = torch.zeros(num_rows * (1 + WORDS + _halves(self._width)), dtype=torch.int64, device=device)
+        self._news = torch.zeros(num_rows * (1 + WORDS + halves(self._width)), dtype=torch.int64, device=device)
         self._pinned_news = [torch.zeros_like(self._news, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._host: dict[tuple[Shape, int], dict[str, np.ndarray]] = {}
         self.drawn: dict[int, int] = {}
 
     def buffers(self, shape: Shape) -> GraphBuffers:
         """The device's buffers for steps of a shape; those of all shapes lie in the same memory."""
-        return self._cut(self._storage, shape)
+        return self._layout.cut(self._storage, shape)
 
     def send(self, items: list[ScheduledSequence], num_decodes: int, shape: Shape, turn: int) -> bool:
         """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
@@ -149,7 +115,7 @@ class GraphInputs:
             self._fill_chunks(host, shape, chunks, rows[n:])
         if newcomers:
             self._introduce(newcomers, turn)
-        used = self._num_words(shape)
+        used = self._layout.num_words(shape)
         self._storage[:used].copy_(self._pinned[turn][:used], non_blocking=True)
         if not all(item.samples for item in chunks):
             sampled = [i for i, item in enumerate(items) if item.samples]
@@ -199,14 +165,14 @@ class GraphInputs:
     def _introduce(self, newcomers: list[_Newcomer], turn: int) -> None:
         """Send the tables that the device does not know, and what those sequences' draws need: one copy for all."""
         count, blocks = len(newcomers), max(newcomer.num_blocks for newcomer in newcomers)
-        edges = count, count * WORDS, count * _halves(blocks)
+        edges = count, count * WORDS, count * halves(blocks)
         pinned, there = (side[: sum(edges)] for side in (self._pinned_news[turn], self._news))
         index, words, tables = (part.numpy() for part in pinned.split(edges))
         index[:] = [newcomer.row.index for newcomer in newcomers]
         for row in (newcomer.row for newcomer in newcomers if newcomer.is_new):
             self._sampling.introduce(row.index, row.seq)
         words.reshape(count, WORDS)[:] = self._sampling.words[index]
-        width = 2 * _halves(blocks)
+        width = 2 * halves(blocks)
         tables.view(np.int32).reshape(count, width)[:, :blocks] = self._host_tables.array[index, :blocks]
         there.copy_(pinned, non_blocking=True)
         index_there, words_there, tables_there = there.split(edges)
@@ -287,51 +253,9 @@ class GraphInputs:
         self.shares = prefixes.pays
 
     def _host_buffer(self, shape: Shape, turn: int) -> dict[str, np.ndarray]:
-        cut = self._cut(self._pinned[turn], shape)
+        cut = self._layout.cut(self._pinned[turn], shape)
         columns = {name: getattr(cut, name) for name in GraphBuffers.__slots__ if name != "shared"}
         if cut.shared is not None:
             columns |= {name: getattr(cut.shared, name) for name in SharedPrefixes.__slots__}
         views = self._host[shape, turn] = {name: column.numpy() for name, column in columns.items()}
         return views
-
-    def _edges(self, shape: Shape) -> list[int]:
-        """Words of 64 bits that the parts of a step's inputs take: by token, by sequence, by sequence in 32 bits, and
-        what decodes share."""
-        tokens, rows, short = _padded(shape.total), _padded(shape.sequences), _padded(shape.sequences // 2 + 1)
-        per_tile = self._per_tile[shape.decodes]
-        shared = num_tiles(shape.decodes, per_tile) * (per_tile + 1) + shape.decodes if per_tile else 0
-        sizes = len(_TOKEN_COLUMNS) * tokens, len(_ROW_COLUMNS) * rows, len(_SHORT_COLUMNS) * short
-        return [*sizes, _padded(_halves(shared))]
-
-    def _num_words(self, shape: Shape) -> int:
-        return sum(self._edges(shape))
-
-    def _cut(self, storage: Tensor, shape: Shape) -> GraphBuffers:
-        """A step's columns in the words of `storage`."""
-        edges = self._edges(shape)
-        by_token, by_row, by_half, for_shared = storage[: sum(edges)].split(edges)
-        ids, positions, slots = by_token.view(len(_TOKEN_COLUMNS), -1)[:, : shape.total]
-        table_rows, draw_rows, drawn_positions, last_tokens = by_row.view(len(_ROW_COLUMNS), -1)[:, : shape.sequences]
-        halves = by_half.view(torch.int32).view(len(_SHORT_COLUMNS), -1)
-        contexts, blocks, sources = halves[:_STARTS, : shape.sequences]
-        starts = halves[_STARTS, : shape.sequences + 1]
-        shared, per_tile = None, self._per_tile[shape.decodes]
-        if per_tile:
-            tiles = num_tiles(shape.decodes, per_tile)
-            sizes = tiles * per_tile, tiles, shape.decodes
-            members, lens, skipped = for_shared.view(torch.int32)[: sum(sizes)].split(sizes)
-            shared = SharedPrefixes(members.view(tiles, per_tile), lens, skipped)
-        return GraphBuffers(
-            ids, positions, slots, table_rows, draw_rows, drawn_positions, last_tokens, contexts, blocks, sources,
-            starts, shared,
-        )  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    """Columns start at multiples of 16 bytes, which kernels load from as a whole."""
-    return size + size % 2
-
-
-def _halves(size: int) -> int:
-    """Words that so many 32-bit values take."""
-    return (size + 1) // 2

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from engine import launch_ahead
 from engine.device import DevicePlan
-from engine.graph_inputs import GraphBuffers, GraphInputs
+from engine.graph_buffers import GraphBuffers
+from engine.graph_inputs import GraphInputs
 from engine.graph_shapes import Shape, capture_order
 from engine.sampler import Sampler
 from engine.scheduler import StepPlan

@@ -3,7 +3,8 @@
 A short kernel spends as long starting as computing. On Hopper and later, a kernel launched with `launch_pdl` may start
 once every program of the one before has called for it; what it does before its wait (reading weights, which nobody
 writes) then costs nothing. The wait ends when the kernel before has finished and its writes are visible, so every
-kernel launched this way waits in every program, before it reads what another kernel wrote and before it writes at all.
+kernel launched this way waits in every program, before it reads what another kernel wrote and before it writes at all
+(but for one that runs beside the one before it: trigger()).
 A kernel calls for the next one after its own wait. So at most one kernel is ahead of the one that works, and before its
 wait it may read, besides weights, what any kernel but the one before it has written: those had finished when that one
 called. (Calling before the wait lets several be ahead; whole steps of Qwen3-0.6B on an H200 were a third slower at 4 to

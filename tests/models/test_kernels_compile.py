@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from models import kernels
+from models.batch import SharedPrefixes
 from models.kernels import (
     gemv,
     overlap,
@@ -31,6 +32,7 @@ from models.kernels import (
     rmsnorm,
     rope_cache,
     sampling,
+    shared_prefix,
     silu_mul,
     skinny,
     step_rows,
@@ -153,6 +155,36 @@ def test_paged_decode(dim: int, splits: int, compiled: list[Any]) -> None:
     assert any("bar.sync" in line for line in lines[written:read])
 
 
+def share_a_prefix(dim: int) -> None:
+    """Launch what reads a prefix of 48 sequences, and then what reads the rest of each."""
+    heads, kv_heads, decodes = 16, 8, 48
+    cache = torch.zeros(8, 32, kv_heads, dim, dtype=BF16)
+    lens, tables = torch.zeros(decodes, dtype=torch.int32), torch.zeros(decodes, 64, dtype=torch.int32)
+    members = torch.zeros(4, shared_prefix.sequences_per_tile(heads // kv_heads), dtype=torch.int32)
+    shared = SharedPrefixes(members, lens[:4], lens)
+    prefixes = shared_prefix.Prefixes.of(shared, heads, kv_heads, dim, 132)
+    angle, slots = torch.zeros(decodes, dim, dtype=BF16), torch.zeros(decodes, dtype=torch.int64)
+    rotation = Rotation(angle, angle, slots, (angle[0], angle[0], 1e-6))
+    qkv, out = torch.zeros(decodes, 32 * dim, dtype=BF16), torch.zeros(decodes, heads, dim, dtype=BF16)
+    paged_decode.decode_qkv(qkv, rotation, cache, cache, lens, tables, 1.0, out=out, prefixes=prefixes)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_shared_prefix_is_read_beside_the_rest(dim: int, compiled: list[Any], tmp_path: Path) -> None:
+    share_a_prefix(dim)
+    prefix, rest = compiled
+    assert [kernel.metadata.name for kernel in compiled] == ["_attend_prefixes", "_paged_decode"]
+    for kernel in compiled:
+        assert kernel.metadata.launch_pdl and kernel.metadata.shared <= HOPPER_SHARED_BYTES
+        assert "cp.async" in kernel.asm["ptx"]
+        assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path) or dim > 128
+    # The first calls after its wait, so that the second may read without one what was written before the first; that
+    # one waits behind its walk.
+    wait, call = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert prefix.asm["ptx"].index(wait) < prefix.asm["ptx"].index(call)
+    assert rest.asm["ptx"].index(call) < rest.asm["ptx"].rindex("mma.sync") < rest.asm["ptx"].index(wait)
+
+
 def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
     keys = pages(128)[1]
     qkv, angle, weight = torch.zeros(64, 8 * 128, dtype=BF16), torch.zeros(64, 128, dtype=BF16), torch.ones(128)
@@ -218,7 +250,8 @@ def test_attention_fits_the_shared_memory_of_smaller_cards(
     q, keys, values, start, lens, tables = pages(dim)
     paged_prefill.paged_prefill(q, keys, values, start, lens, tables, 1.0, out=torch.empty_like(q))
     paged_decode.paged_decode(q[:1], keys, values, lens, tables, 1.0, out=torch.empty_like(q[:1]))
-    assert len(compiled) == 2 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
+    share_a_prefix(dim)
+    assert len(compiled) == 4 and all(kernel.metadata.shared <= ADA_SHARED_BYTES for kernel in compiled)
 
 
 @pytest.mark.parametrize("rows", [64, 256])  # of the largest tiles
