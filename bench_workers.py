@@ -82,10 +82,11 @@ class Worker:
         """The process's next answer. Raises Failed or NotOffered."""
         assert self.process.stdout
         watchdog = threading.Timer(self.limit, self.kill)
+        watchdog.daemon = True  # ended in its midst, or while this starts, the program would live on until the limit
         watchdog.start()
         try:
             line = self.process.stdout.readline()
-        finally:  # ended in the midst of it, this program would otherwise live on until the limit
+        finally:
             watchdog.cancel()
         if not line:
             self.log.seek(0)
