@@ -208,7 +208,8 @@ class ModelRunner:
         overwritten by whoever allocates it. Returns how many tokens they were."""
         layer = attention_layers(self.model)[0]
         assert layer.k_cache is not None and layer.v_cache is not None, "allocate_kv_cache comes before warm_up"
-        layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache)
+        most_decodes = max(shape.decodes for shape in self._shapes)
+        layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache, most_decodes)
         self.sampler.warm_up()
         wanted = _WARM_UP_TOKENS[self.device.device.type]
         sizes = [n for n in wanted if n <= min(self.max_num_tokens, self.block_size * self.max_blocks_per_seq)]

@@ -136,6 +136,7 @@ def _launch(
         *((context_lens, q, q) if prefixes is None else prefixes.found()),
         scale * LOG2_E,
         1 if split is None else split.least_keys,
+        1 if prefixes is None else prefixes.partials.splits,
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
@@ -149,7 +150,7 @@ def _launch(
         BLOCK_N=block_n,
         SPLIT=splits > 1,
         MOST_SPLITS=8 if splits <= 8 else MOST_SPLITS,
-        PREFIX_PARTS=0 if prefixes is None else prefixes.partials.splits,
+        SHARES=prefixes is not None,
         ASKED_AHEAD=_ASKED_AHEAD,
         ROTATES=rotation is not None,
         NORMS=rotation is not None and rotation.norms is not None,
@@ -195,7 +196,7 @@ def _tile(dim: int, element_size: int) -> tuple[int, int, int]:
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "least_keys"],
+    do_not_specialize=["table_stride", "least_keys", "prefix_parts"],
     do_not_specialize_on_alignment=["context_lens", "block_tables", "skipped"],
 )
 def _paged_decode(
@@ -219,6 +220,7 @@ def _paged_decode(
     prefix_log_sums,
     scale,
     least_keys,
+    prefix_parts,
     q_row_stride,
     q_head_stride,
     table_stride,
@@ -232,7 +234,7 @@ def _paged_decode(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
     ASKED_AHEAD: tl.constexpr,
     ROTATES: tl.constexpr,
     NORMS: tl.constexpr,
@@ -250,7 +252,7 @@ def _paged_decode(
     valid = lane < GROUP
 
     start = 0
-    if PREFIX_PARTS > 0:
+    if SHARES:
         start = tl.load(skipped + seq)
     has_prefix = start > 0
     end = context  # of the keys that are read from the cache
@@ -274,13 +276,13 @@ def _paged_decode(
         angle_sin = tl.load(sin + seq * DIM + dim, mask=within, other=0.0).to(tl.float32)
         q_gain, q_partner_gain = gains(q_weight, dim, partner, within, DIM_PADDED, NORMS)
         k_gain, k_partner_gain = gains(k_weight, dim, partner, within, DIM_PADDED, NORMS)
-        if OVERLAP and PREFIX_PARTS == 0:
+        if OVERLAP and not SHARES:
             for key in range(start, tl.minimum(end, start + ASKED_AHEAD), BLOCK_N):
                 ask_for_keys(key, end, table, k_head, v_head, KV_HEADS * DIM, DIM, BLOCK_SIZE, BLOCK_N)
-    if PREFIX_PARTS == 0:
-        overlap.wait_and_trigger(OVERLAP)
-    else:
+    if SHARES:
         overlap.trigger(OVERLAP)
+    else:
+        overlap.wait_and_trigger(OVERLAP)
     if SPLIT:
         if split >= parts:
             return
@@ -290,7 +292,7 @@ def _paged_decode(
         whole = start + (end - start) // BLOCK_N * BLOCK_N
 
     # Read without having waited: not from a multiprocessor's own cache, which is only sure to be renewed by then.
-    CACHE: tl.constexpr = ".cg" if PREFIX_PARTS > 0 else ""
+    CACHE: tl.constexpr = ".cg" if SHARES else ""
     inside = valid[:, None] & within[None, :]
     row = q + seq * q_row_stride
     query_rows = row + (head * q_head_stride)[:, None]
@@ -337,11 +339,11 @@ def _paged_decode(
         )  # fmt: skip
 
     target = seq * (KV_HEADS * GROUP) + head
-    if PREFIX_PARTS > 0:
+    if SHARES:
         overlap.wait(OVERLAP)  # for the prefix, which has most often long been read
         if has_prefix & (split == 0):
-            for i in range(PREFIX_PARTS):
-                at = target * PREFIX_PARTS + i
+            for i in range(prefix_parts):
+                at = target * prefix_parts + i
                 log_sum = tl.load(prefix_log_sums + at, mask=valid, other=float("-inf"))
                 read = tl.load(prefix_values + (at * DIM)[:, None] + dim[None, :], mask=inside, other=0.0)
                 new_peak = tl.maximum(peak, log_sum / scale)

@@ -54,8 +54,9 @@ class AttentionBackend(ABC):
         What qkv holds afterwards is undefined."""
         raise NotImplementedError(f"attention backend {self.name!r} has no forward_qkv")
 
-    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Called once the cache is bound, with one layer's: compiles what serving would otherwise wait for."""
+    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor, most_decodes: int) -> None:
+        """Called once the cache is bound, with one layer's: compiles what serving would otherwise wait for, in steps of
+        at most so many decodes."""
         return
 
 

@@ -106,7 +106,7 @@ class TritonBackend(AttentionBackend):
         per_tile = sequences_per_tile(num_heads // kv_heads)
         return per_tile if per_tile > 1 and not self._window and decodes * kv_heads >= _LEAST_SHARING else 0
 
-    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor) -> None:
+    def warm_up(self, num_heads: int, k_cache: Tensor, v_cache: Tensor, most_decodes: int) -> None:
         """Runs each kernel in each form that sizes can ask for, one token or chunk against block 0."""
         block_size, kv_heads, dim = k_cache.shape[1:]
         group, device = num_heads // kv_heads, k_cache.device
@@ -128,9 +128,9 @@ class TritonBackend(AttentionBackend):
                               processors=processors)  # fmt: skip
         for splits in (1, 2, MOST_SPLITS):
             self._warm_up_decodes(splits, num_heads, k_cache, v_cache)
-        if self.sequences_per_tile(num_heads, kv_heads, _LEAST_SHARING):
-            for splits, parts in product((1, 2), (1, 2, 4)):
-                self._warm_up_decodes(splits, num_heads, k_cache, v_cache, prefix_parts=parts)
+        if self.sequences_per_tile(num_heads, kv_heads, most_decodes):
+            for splits in (1, 2):
+                self._warm_up_decodes(splits, num_heads, k_cache, v_cache, shared=True)
         for tokens, splits in product(around_few, (2, MOST_SPLITS)):
             out = torch.empty(tokens, num_heads, dim, dtype=k_cache.dtype, device=device)
             Partials.empty(tokens, num_heads, splits, dim, device).merge(out)
@@ -145,7 +145,7 @@ class TritonBackend(AttentionBackend):
             rope_cache(qkv, rotation, k_cache, v_cache, num_heads=heads, in_place=True)
 
     def _warm_up_decodes(
-        self, splits: int, heads: int, k_cache: Tensor, v_cache: Tensor, *, prefix_parts: int = 0
+        self, splits: int, heads: int, k_cache: Tensor, v_cache: Tensor, *, shared: bool = False
     ) -> None:
         """Of a sequence without tokens, and without company where that would be asked for."""
         kv_heads, dim = k_cache.shape[2:]
@@ -158,12 +158,10 @@ class TritonBackend(AttentionBackend):
         split = self._split(1, heads, kv_heads, splits, dim, device)
         out = torch.empty(q.shape, dtype=dtype, device=device)
         options = {"out": out, "split": split, "window": self._window, "prefixes": None}
-        if prefix_parts:
+        if shared:
             nobody = torch.full((1, sequences_per_tile(heads // kv_heads)), -1, dtype=torch.int32, device=device)
             nothing = torch.zeros(2, 1, dtype=torch.int32, device=device)
-            options["prefixes"] = Prefixes.of(
-                SharedPrefixes(nobody, *nothing), heads, kv_heads, dim, prefix_parts * kv_heads
-            )
+            options["prefixes"] = Prefixes.of(SharedPrefixes(nobody, *nothing), heads, kv_heads, dim, 1)
         paged_decode(q, k_cache, v_cache, lens[:, 0], table, 1.0, **options)
         for norms in (None, (angle[0], angle[0], 1e-6)):
             rotation = Rotation(angle, angle, nowhere, norms)

@@ -539,7 +539,7 @@ def test_every_form_is_compiled_by_the_warm_up(
         monkeypatch.setattr(overlap, "MOST_ROWS", 4)
     for shape in SHAPES if ON_CARD else SHAPES[-1:]:
         cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
-        TritonBackend().warm_up(shape[0], cache, cache)
+        TritonBackend().warm_up(shape[0], cache, cache, 256)
     assert bool(own_tiles) == takes_own_keys(dtype)
 
 
