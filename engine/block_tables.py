@@ -33,12 +33,14 @@ def slots_of(table: np.ndarray, start: int, stop: int, block_size: int) -> np.nd
 class BlockTables:
     """array int32 [max_num_seqs, max_blocks_per_seq]; a row is up to date from row() to the sequence's next block.
 
-    rows: by sequence id.
+    rows: by sequence id. version: another one whenever a row has become another sequence's or another table's; while it
+    stays, rows only grow.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int) -> None:
         self.array = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.rows: dict[int, TableRow] = {}
+        self.version = 0
         self._free = list(range(max_num_seqs))
 
     def row(self, seq: Sequence) -> TableRow:
@@ -46,9 +48,11 @@ class BlockTables:
         row = self.rows.get(seq.seq_id)
         if row is None:
             row = self.rows[seq.seq_id] = TableRow(self._take_row(), seq, seq.block_table)
+            self.version += 1
         if row.source is not seq.block_table:
             # A preempted sequence came back with another table, or a block of it was copied on write.
             row.source, row.filled, row.num_sent = seq.block_table, 0, -1
+            self.version += 1
         if row.filled < len(seq.block_table):
             self.array[row.index, row.filled : len(seq.block_table)] = seq.block_table[row.filled :]
             row.filled = len(seq.block_table)

@@ -330,7 +330,8 @@ class EngineThread:
 
     def _tell(self) -> None:
         """Hand the last step's outputs to their streams."""
-        outputs, self._untold = self._untold, []
+        with self._lock:  # at its end an engine's watchdog may come for them, too
+            outputs, self._untold = self._untold, []
         self._outbox.deliver(outputs)
 
     def _end_all(self) -> None:

@@ -69,6 +69,7 @@ class GraphInputs:
         self._prefixes = SharedPrefixFinder(widest, most_decodes, block_size) if widest else None
         self.shares = False
         self._looked_at = np.empty(0, np.int64)  # rows of the decodes that _prefixes has looked at last
+        self._version_looked_at = -1  # of the tables then
         self._layout = BufferLayout(self._per_tile)
         self._storage = torch.zeros(max(map(self._layout.num_words, shapes)), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
@@ -110,7 +111,7 @@ class GraphInputs:
         host["slots"][n : shape.decodes] = -1
         self.shares = False
         if self._per_tile[shape.decodes]:
-            self._fill_shared(host, items[:n], rows[:n], ends[:n], anew=bool(newcomers))
+            self._fill_shared(host, items[:n], rows[:n], ends[:n])
         if shape.tokens:
             self._fill_chunks(host, shape, chunks, rows[n:])
         if newcomers:
@@ -238,12 +239,11 @@ class GraphInputs:
         decodes: list[ScheduledSequence],
         rows: np.ndarray,
         ends: np.ndarray,
-        anew: bool,
     ) -> None:
-        prefixes = self._prefixes
+        prefixes, version = self._prefixes, self._host_tables.version
         assert prefixes is not None
-        if anew or not np.array_equal(rows, self._looked_at):
-            self._looked_at = rows.copy()
+        if version != self._version_looked_at or not np.array_equal(rows, self._looked_at):
+            self._version_looked_at, self._looked_at = version, rows.copy()
             filled = [self._host_tables.rows[item.seq.seq_id].filled for item in decodes]
             limits = np.minimum(filled, (ends - 1) // self._block_size)
             prefixes.look(self._host_tables.array[rows], limits)

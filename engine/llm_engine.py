@@ -316,9 +316,11 @@ class LLMEngine:
 
     def _work_ahead(self, plan: StepPlan, meanwhile: Callable[[], None] | None) -> None:
         """While the plan's step runs: what need not wait for its tokens."""
-        self._launch_ahead()
-        if meanwhile is not None:
-            meanwhile()
+        try:
+            self._launch_ahead()
+        finally:
+            if meanwhile is not None:
+                meanwhile()
         for item in plan.items[plan.num_decodes :]:
             if not item.is_stale:
                 self.blocks.note_contents(item.seq, min(item.start + item.num_tokens, len(item.seq.token_ids)))

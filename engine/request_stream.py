@@ -98,6 +98,8 @@ class RequestStream(Stream):
         if not self._unread:
             if self._state.finished:
                 raise StopAsyncIteration
+            if self._reader is not None and not self._reader.done():
+                raise RuntimeError("somebody waits for this stream already: it has one reader")
             # A bare future: an asyncio.Event is one, too, with a queue of those that wait, and takes twice the time.
             self._reader = self.loop.create_future()
             await self._reader

@@ -603,6 +603,19 @@ async def test_a_reader_that_has_given_up_waiting_reads_on(engine: EngineThread,
     assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 4)
 
 
+async def test_a_second_reader_beside_the_first_is_refused_and_the_first_reads_on(
+    engine: EngineThread, bench: Bench
+) -> None:
+    bench.pause = 0.05
+    stream = engine.submit([1, 2, 3], tokens(4))
+    first = asyncio.create_task(read(stream))
+    await asyncio.sleep(0.005)
+    with pytest.raises(RuntimeError, match="one reader"):
+        await anext(stream)
+    deltas = await asyncio.wait_for(first, 10)
+    assert [t for d in deltas for t in d.token_ids] == continuation([1, 2, 3], 4)
+
+
 async def test_cancelling_a_generate_aborts_its_request(bench: Bench) -> None:
     bench.pause = 0.02
     async with AsyncLLM("stand-in") as llm:

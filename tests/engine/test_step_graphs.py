@@ -69,6 +69,36 @@ def test_decodes_over_one_system_prompt_share_it_while_others_come_and_go(graphe
     assert backend.tiles_seen > before
 
 
+@pytest.mark.parametrize("least", [5, 9])
+def test_a_row_that_another_sequence_takes_while_nobody_looks_shares_nothing_of_the_one_before(
+    tiny_qwen3: Path, reference: Any, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 9 decodes, not with 8: the last of them ends, and another prompt takes its place beside the others."""
+    import fake_graphs
+
+    fake_graphs.install(monkeypatch)
+    monkeypatch.setattr(ReferenceBackend, "least_sharing", least)
+    llm = LLM(tiny_qwen3, **SETTINGS)
+    stem, lone = list(range(40, 64)), [300 + i * 3 % 97 for i in range(30)]
+    asked = [[*stem, 70 + 7 * i, 9] for i in range(9)]
+    tokens(llm, asked[:1], GREEDY)
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    ids = {llm.add_request(prompt, long if i < 8 else GREEDY): prompt for i, prompt in enumerate(asked)}
+    done: dict[int, list[int]] = {}
+    while not llm.is_finished():
+        for out in llm.step():
+            if out.finish_reason:
+                done[out.request_id] = out.token_ids
+                if lone not in ids.values():
+                    ids[llm.add_request(lone, long)] = lone
+    assert len(done) == 10
+    for request_id, found in done.items():
+        assert_greedy(reference, [ids[request_id]], [found])
+    backend: Any = attention_layers(graphs_of(llm)._model)[0].backend
+    assert backend.tiles_seen > 0
+    llm.engine.check_integrity()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mix_of_requests_has_the_tokens_that_eager_steps_give(graphed: LLM, tiny_qwen3: Path, seed: int) -> None:
     """The eager engine is another one altogether: sdpa, and the sampler without its kernel."""
