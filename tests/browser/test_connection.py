@@ -309,6 +309,8 @@ def test_a_reply_that_nobody_watches_any_more_ends_where_the_server_is_told_so(s
     try:
         context = profile()
         page, second = open_page(context, server.url, max_tokens=2000), context.new_page()
+        open_settings(page)
+        page.locator("#temperature input[type=number]").fill("0")  # at which the model tells this for ever
         send(page, "Write a very long story about a desert.")
         wait_for_streaming(page)
         address = page.url
