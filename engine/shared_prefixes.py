@@ -72,7 +72,8 @@ def _cut(common: list[int], per_tile: int) -> list[tuple[int, int, int]]:
 
 
 class SharedPrefixFinder:
-    """Keeps what it has found while the decodes stay the same: what a sequence shares does not change.
+    """What it has found last. That holds while the decodes and their tables' rows stay the same: blocks that a sequence
+    shares are full, and it keeps them.
 
     members int32 [tiles, n], lens int32 [tiles], skipped int32 [N]: as in models.batch.SharedPrefixes, for at most
     most_decodes of them. pays: to go by that costs less than it saves.
