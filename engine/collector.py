@@ -71,9 +71,8 @@ class Collector:
         return outputs
 
     def _take(self, seq: Sequence, token: int, handle: StepHandle, now: float, outputs: list[StepOutput]) -> None:
-        ids, metrics, prompt = seq.token_ids, seq.metrics, seq.num_prompt_tokens
-        ids.append(token)
-        count = len(ids) - prompt
+        seq.token_ids.append(token)
+        metrics, count = seq.metrics, seq.num_output_tokens
         if not metrics.first_token:
             metrics.first_token = now
         metrics.last_token = now
@@ -82,14 +81,9 @@ class Collector:
             self._requests.finish(seq, "stop", None, outputs, [token], logprobs)
         elif count >= seq.max_tokens:
             self._requests.finish(seq, "length", None, outputs, [token], logprobs)
-        elif count == 1:
-            outputs.append(self._requests.output(seq, [token], list(seq.block_table), logprobs))
         else:
-            # LiveRequests.output() without what only a first or last token has: there is one for nearly every token.
-            figures = prompt, seq.num_cached_tokens, prompt
-            outputs.append(
-                StepOutput(seq.request_id, [token], None, None, *figures, None, metrics, seq.index, True, logprobs)
-            )
+            table = list(seq.block_table) if count == 1 else None
+            outputs.append(self._requests.output(seq, [token], table, logprobs))
 
     def _report_beam(self, seq: Sequence, logprobs: TokenLogprobs, now: float, outputs: list[StepOutput]) -> None:
         assert seq.beam is not None

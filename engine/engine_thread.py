@@ -22,7 +22,7 @@ from engine.heap import rare_collections, settled_heap
 from engine.inbox import Inbox
 from engine.origin import Origin
 from engine.outbox import Outbox
-from engine.outputs import RequestPriority, StepOutput
+from engine.outputs import RequestPriority
 from engine.request_stream import BlockingStream, RequestStream, Stream, Submission
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.status import EngineStatus, LoadStatus
@@ -77,7 +77,6 @@ class EngineThread:
         self._engine: LLMEngine | None = None
         self._inbox = Inbox()
         self._outbox = Outbox(self.abort)
-        self._untold: list[StepOutput] = []  # of the last step
         # Both go on over a retry: an id or a number from before it never means something of the new engine.
         self._ids = itertools.count(1)
         self._last_event = 0
@@ -259,7 +258,7 @@ class EngineThread:
         """End every request with "abort" and its figures."""
         with self._lock:  # no request gets in from here on
             self._error = self._error or _SHUT_DOWN
-        self._tell()
+        self._outbox.deliver_kept()
         for request_id in list(self._outbox.streams):
             engine.abort(request_id)
         self._outbox.deliver(engine.step())
@@ -303,7 +302,7 @@ class EngineThread:
         while True:
             idle = engine.is_finished()
             if idle or not engine.is_ahead:
-                self._tell()
+                self._outbox.deliver_kept()
             if idle:
                 watchdog.rest()
             restless = unchecked or engine.ranks is not None
@@ -311,7 +310,7 @@ class EngineThread:
             if self._stopping or self._error is not None:
                 return
             if command is not None:
-                self._tell()
+                self._outbox.deliver_kept()
                 watchdog.wake()
                 command()
                 unchecked = True
@@ -324,19 +323,13 @@ class EngineThread:
             else:
                 # Those who read take the interpreter's lock from this thread. So where a step runs already they are
                 # woken once the one behind it has been launched, too, and this thread waits.
-                outputs = engine.step(self._tell)
-                self._tell()
-                self._untold = outputs
-
-    def _tell(self) -> None:
-        """Hand the last step's outputs to their streams."""
-        with self._lock:  # at its end an engine's watchdog may come for them, too
-            outputs, self._untold = self._untold, []
-        self._outbox.deliver(outputs)
+                outputs = engine.step(self._outbox.deliver_kept)
+                self._outbox.deliver_kept()
+                self._outbox.keep(outputs)
 
     def _end_all(self) -> None:
         """End every stream that is still open: with the root cause, or with "abort" at a shutdown."""
-        self._tell()
+        self._outbox.deliver_kept()
         with self._lock:
             open_streams = list(self._outbox.streams.values())
             asked = self._inbox.take_unanswered()

@@ -42,7 +42,6 @@ class GraphInputs:
     row is the padding's. step_tables has those of a step's sequences.
 
     per_tile: of a number of decodes, how many that share a prefix are taken together (see AttentionBackend).
-    shares: whether going by what the decodes of the last step that was sent have in common pays.
     drawn: by sequence id, the row in which the last step that was sent draws that sequence's token.
     """
 
@@ -64,13 +63,11 @@ class GraphInputs:
         self.tables = torch.zeros(num_rows + 1, self._width, dtype=torch.int32, device=device)
         most = max(shape.sequences for shape in shapes)
         self.step_tables = torch.zeros(most, self._width, dtype=torch.int32, device=device)
-        self._per_tile = {shape.decodes: per_tile(shape.decodes) for shape in shapes}
-        most_decodes, widest = max(shape.decodes for shape in shapes), max(self._per_tile.values())
-        self._prefixes = SharedPrefixFinder(widest, most_decodes, block_size) if widest else None
-        self.shares = False
-        self._looked_at = np.empty(0, np.int64)  # rows of the decodes that _prefixes has looked at last
-        self._version_looked_at = -1  # of the tables then
-        self._layout = BufferLayout(self._per_tile)
+        tiles = {shape.decodes: per_tile(shape.decodes) for shape in shapes}
+        self._layout = BufferLayout(tiles)
+        widest = max(tiles.values())
+        self._prefixes = SharedPrefixFinder(widest, max(tiles), block_size) if widest else None
+        self._looked_at = -1, np.empty(0, np.int64)  # by _prefixes: the tables' version, and the decodes' rows
         self._storage = torch.zeros(max(map(self._layout.num_words, shapes)), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros_like(self._storage, device="cpu", pin_memory=pinned) for _ in range(_IN_FLIGHT)]
@@ -83,6 +80,11 @@ class GraphInputs:
     def buffers(self, shape: Shape) -> GraphBuffers:
         """The device's buffers for steps of a shape; those of all shapes lie in the same memory."""
         return self._layout.cut(self._storage, shape)
+
+    @property
+    def shares(self) -> bool:
+        """Whether going by what decodes have in common pays, for the last step sent whose shape asks for that."""
+        return self._prefixes is not None and self._prefixes.pays
 
     def send(self, items: list[ScheduledSequence], num_decodes: int, shape: Shape, turn: int) -> bool:
         """Send the inputs of a step of these items, decodes first, padded to a shape, through host buffer 0 or 1, which
@@ -109,8 +111,7 @@ class GraphInputs:
         host["slots"][:n] = last_blocks[:n] * self._block_size + (ends[:n] - 1) % self._block_size
         host["input_ids"][n : shape.decodes] = host["positions"][n : shape.decodes] = 0
         host["slots"][n : shape.decodes] = -1
-        self.shares = False
-        if self._per_tile[shape.decodes]:
+        if "lens" in host:
             self._fill_shared(host, items[:n], rows[:n], ends[:n])
         if shape.tokens:
             self._fill_chunks(host, shape, chunks, rows[n:])
@@ -242,15 +243,14 @@ class GraphInputs:
     ) -> None:
         prefixes, version = self._prefixes, self._host_tables.version
         assert prefixes is not None
-        if version != self._version_looked_at or not np.array_equal(rows, self._looked_at):
-            self._version_looked_at, self._looked_at = version, rows.copy()
+        if version != self._looked_at[0] or not np.array_equal(rows, self._looked_at[1]):
+            self._looked_at = version, rows.copy()
             filled = [self._host_tables.rows[item.seq.seq_id].filled for item in decodes]
             limits = np.minimum(filled, (ends - 1) // self._block_size)
             prefixes.look(self._host_tables.array[rows], limits)
         tiles = len(host["lens"])
         host["members"][:], host["lens"][:] = prefixes.members[:tiles], prefixes.lens[:tiles]
         host["skipped"][:] = prefixes.skipped[: len(host["skipped"])]
-        self.shares = prefixes.pays
 
     def _host_buffer(self, shape: Shape, turn: int) -> dict[str, np.ndarray]:
         cut = self._layout.cut(self._pinned[turn], shape)

@@ -39,7 +39,6 @@ def can_follow(items: list[ScheduledSequence], drawn: Container[int]) -> bool:
         seq, end = item.seq, item.start + item.num_tokens
         if end > len(seq.token_ids) and seq.seq_id not in drawn:
             return False
-        # Of most sequences the captured draw does from position 0 on: there is no call for each.
-        if item.samples and (seq.forks or (seq.drawn_from != 0 and not draws(seq, end))):
+        if item.samples and (seq.forks or not draws(seq, end)):
             return False
     return True

@@ -6,6 +6,7 @@ A step wakes every event loop once, however many of its streams it has outputs f
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine.outputs import StepOutput
@@ -14,11 +15,25 @@ from engine.request_stream import BlockingStream, RequestStream, Stream, hand_ov
 
 class Outbox:
     """streams: by request, until it has had its last word. Any thread may add one, and two may deliver at a time: every
-    change is one operation on the dict, so that no lock is taken. abort ends what nobody is left to read."""
+    change is one operation on a dict or a deque, so that no lock is taken. abort ends what nobody is left to read."""
 
     def __init__(self, abort: Callable[[int], None]) -> None:
         self.streams: dict[int, Stream] = {}
         self._abort = abort
+        self._kept: deque[list[StepOutput]] = deque()
+
+    def keep(self, outputs: list[StepOutput]) -> None:
+        """Have them ready for deliver_kept()."""
+        self._kept.append(outputs)
+
+    def deliver_kept(self) -> None:
+        """Deliver what was kept, in its order; nothing, where another thread has come first."""
+        while self._kept:
+            try:
+                outputs = self._kept.popleft()
+            except IndexError:
+                return
+            self.deliver(outputs)
 
     def deliver(self, outputs: Iterable[StepOutput]) -> None:
         """Hand outputs to their streams; those of streams that have ended are dropped."""

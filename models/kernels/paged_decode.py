@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from models.kernels import overlap, paged_prefill
-from models.kernels.paged_keys import LOG2_E, MOST_SPLITS, Partials, ask_for_keys, attend_keys, merged
-from models.kernels.rope_cache import Rotation, gains
+from models.kernels.paged_keys import LOG2_E, MOST_SPLITS, Partials, ask_for_keys, attend_keys, cache_constants, merged
+from models.kernels.rope_cache import Rotation, gains, rotation_arguments, rotation_constants
 from models.kernels.shared_prefix import Prefixes, attend_prefixes
 
 # Keys of a part that are on the way to the L2 cache before the kernel before has ended.
@@ -109,7 +109,7 @@ def _launch(
     prefixes: Prefixes | None,
 ) -> None:
     num_seqs, heads = q.shape[:2]
-    block_size, kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[2:]
     if not num_seqs:
         return
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(2) == 1
@@ -124,7 +124,7 @@ def _launch(
         attend_prefixes(q, rotation, k_cache, v_cache, block_tables, scale, prefixes)
     _paged_decode[(kv_heads, num_seqs, splits)](
         q,
-        *(rotation.arguments(q) if rotation is not None else (q, q, context_lens, q, q, 0.0)),
+        *rotation_arguments(rotation, q, context_lens),
         k_cache,
         v_cache,
         out,
@@ -140,11 +140,7 @@ def _launch(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PADDED=padded,
-        BLOCK_SIZE=block_size,
+        **cache_constants(q, k_cache),
         WINDOW=window,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
@@ -152,9 +148,7 @@ def _launch(
         MOST_SPLITS=8 if splits <= 8 else MOST_SPLITS,
         SHARES=prefixes is not None,
         ASKED_AHEAD=_ASKED_AHEAD,
-        ROTATES=rotation is not None,
-        NORMS=rotation is not None and rotation.norms is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **rotation_constants(rotation),
         num_warps=warps,
         num_stages=stages,
         **overlap.launch_options(q.device, num_seqs),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -77,6 +78,16 @@ def choose_splits(programs: int, longest: int, processors: int, *, least_keys: i
     """
     wanted = min(2 * processors // max(programs, 1), longest // least_keys, MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
+
+
+def cache_constants(q: Tensor, k_cache: Tensor) -> dict[str, Any]:
+    """The kernels' constants that follow from queries [T, Hq, D] and the cache."""
+    block_size, kv_heads, dim = k_cache.shape[1:]
+    return {
+        "KV_HEADS": kv_heads, "GROUP": q.shape[1] // kv_heads, "DIM": dim,
+        "DIM_PADDED": max(16, triton.next_power_of_2(dim)), "BLOCK_SIZE": block_size,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.kernels import overlap, own_keys
 from models.kernels.own_keys import OwnKeys, attend_own_keys
-from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, choose_splits
+from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, cache_constants, choose_splits
 
 # Rows (query, head) of a chunk, one number for each tile that _tile chooses.
 WARM_UP_ROWS = (16, 64, 2048, 8192)
@@ -91,18 +91,13 @@ def paged_prefill(
         q.stride(1),
         block_tables.stride(0),
         *own_arguments,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PADDED=padded,
-        BLOCK_SIZE=block_size,
+        **cache_constants(q, k_cache),
         WINDOW=window,
         BLOCK_Q=block_q,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         OWN=own is not None,
         SPLIT=splits > 1,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps,
         num_stages=stages,
         **overlap.launch_options(q.device, tokens),

@@ -10,6 +10,7 @@ one kind (query, key or value), so that a lone token still spreads over several 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -39,6 +40,16 @@ class Rotation:
         """As the kernels take them: cos, sin, slots, the norms' weights and eps."""
         assert self.cos.is_contiguous() and self.sin.is_contiguous()
         return self.cos, self.sin, self.slots, *(self.norms or (unused, unused, 0.0))
+
+
+def rotation_arguments(rotation: Rotation | None, unused: Tensor, no_slots: Tensor) -> tuple[Any, ...]:
+    """Rotation.arguments() for a kernel that rotates only where there is one to do."""
+    return (unused, unused, no_slots, unused, unused, 0.0) if rotation is None else rotation.arguments(unused)
+
+
+def rotation_constants(rotation: Rotation | None) -> dict[str, bool]:
+    """Of such a kernel."""
+    return {"ROTATES": rotation is not None, "NORMS": rotation is not None and rotation.norms is not None}
 
 
 def rope_cache(

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from models.batch import SharedPrefixes
 from models.kernels import overlap
-from models.kernels.paged_keys import LOG2_E, Partials, attend_keys
-from models.kernels.rope_cache import Rotation, gains
+from models.kernels.paged_keys import LOG2_E, Partials, attend_keys, cache_constants
+from models.kernels.rope_cache import Rotation, gains, rotation_arguments, rotation_constants
 
 # Query heads in a tile, if a KV head has not more. (64: level for 48 to 128 sequences, 3% of a step slower for 256.)
 _ROWS = 32
@@ -75,7 +74,7 @@ def attend_prefixes(
 
     Arguments as in paged_decode(), or with a rotation in decode_qkv(), which call this.
     """
-    block_size, kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[2:]
     group = q.shape[1] // kv_heads
     num_tiles, per_tile = prefixes.shared.members.shape
     assert prefixes.shared.members.is_contiguous() and per_tile == sequences_per_tile(group)
@@ -83,7 +82,7 @@ def attend_prefixes(
     block_n = max(16, min(64, 16384 // (padded * q.element_size())))
     _attend_prefixes[(kv_heads, num_tiles, prefixes.partials.splits)](
         q,
-        *(rotation.arguments(q) if rotation is not None else (q, q, block_tables, q, q, 0.0)),
+        *rotation_arguments(rotation, q, block_tables),
         k_cache,
         v_cache,
         prefixes.partials.values,
@@ -95,17 +94,11 @@ def attend_prefixes(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PADDED=padded,
-        BLOCK_SIZE=block_size,
+        **cache_constants(q, k_cache),
         BLOCK_M=_rows(group),
         BLOCK_N=block_n,
         PER_TILE=per_tile,
-        ROTATES=rotation is not None,
-        NORMS=rotation is not None and rotation.norms is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **rotation_constants(rotation),
         num_warps=4,
         num_stages=2,
         **overlap.launch_options(q.device, q.shape[0]),
