@@ -209,7 +209,7 @@ class EngineThread:
 
     def status(self) -> EngineStatus:
         """A cheap look at the engine, never blocking on a step."""
-        engine = self._engine
+        engine = self._engine  # before the stage, which is told in the opposite order
         if engine is None or self._error is not None:
             return EngineStatus(False, self.config.model, self._load, self._error)
         return EngineStatus.of(engine, self._load)
@@ -235,9 +235,9 @@ class EngineThread:
 
             engine = LLMEngine(self.config, self._report)
             engine.events.continue_after(self._last_event)
-            self._engine = engine
             with settled_heap(), rare_collections():
                 self._load = LoadStatus("ready", 100.0)
+                self._engine = engine  # last: whoever finds an engine finds it ready, see status()
                 self._settled.set()
                 self._loop(engine)
                 if self._stopping:

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -266,6 +267,28 @@ async def test_a_request_before_the_model_is_loaded_is_told_the_stage(bench: Ben
     assert await asyncio.to_thread(engine.wait_until_settled, 5)
     assert engine.status().ready
     assert await read(engine.submit([1], tokens(2)))
+    engine.shutdown()
+
+
+def test_an_engine_is_ready_and_says_so_at_the_same_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting, may_go_on = threading.Event(), threading.Event()
+
+    @contextmanager
+    def slowly() -> Iterator[None]:
+        collecting.set()
+        assert may_go_on.wait(10)
+        yield
+
+    monkeypatch.setattr(engine_thread, "settled_heap", slowly)
+    engine = EngineThread(EngineConfig())
+    engine.start()
+    assert collecting.wait(10)
+    status = engine.status()
+    assert (status.ready, status.load.stage) == (False, "loading weights")
+    may_go_on.set()
+    assert engine.wait_until_settled(10)
+    status = engine.status()
+    assert (status.ready, status.load.stage) == (True, "ready")
     engine.shutdown()
 
 
