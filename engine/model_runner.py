@@ -99,10 +99,8 @@ class ModelRunner:
             tp_size=tp_size,
         )
         if tp_size > 1:
-            why = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
-            logger.info(
-                "sums over ranks: %s", "one shot, large ones by NCCL" if why is None else f"no one shot ({why})"
-            )
+            how = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
+            logger.info("sums over ranks: %s; large ones by NCCL", how)
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)

@@ -17,8 +17,8 @@ from models.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from models.layers.parallel import AllReduce, GatherVocab
 from models.layers.rotary import RotaryEmbedding, rotate
 
-if TYPE_CHECKING:  # its import needs triton
-    from models.kernels.skinny import Added
+if TYPE_CHECKING:
+    from models.layers.layernorm import Hidden
 
 
 class LlamaAttention(nn.Module):
@@ -73,7 +73,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowLinear(config.intermediate_size, config.hidden_size, config.mlp_bias, **place)
         self.all_reduce = AllReduce(place["tp_rank"], place["tp_size"])
 
-    def forward(self, gated: Tensor, next_norm: RMSNorm | None, residual: Tensor) -> Tensor | Added:
+    def forward(self, gated: Tensor, next_norm: RMSNorm | None, residual: Tensor) -> Hidden:
         """gate_up_proj's output [T, intermediate] -> [T, hidden]. next_norm: see AllReduce."""
         return self.all_reduce(self.down_proj, gated, next_norm, residual)
 
@@ -91,16 +91,17 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor | Added,
+        x: Hidden,
         residual: Tensor | None,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         rows: Tensor | None = None,
         next_norm: RMSNorm | None = None,
-    ) -> tuple[Tensor | Added, Tensor]:
+    ) -> tuple[Hidden, Tensor]:
         """(x, residual) with the hidden state x + residual -> the same pair after this layer, of `rows` only, int64
         [R], where those are given: what the others add to the KV cache is there all the same. next_norm: the norm that
-        the result goes into; given, x may be Added, the hidden state itself, and residual what was added to it."""
+        the result goes into; given, x may be the hidden state itself, Added or Normed, and residual what was added to
+        it."""
         qkv, residual = self.input_layernorm.into(self.self_attn.qkv_proj, x, residual)
         attended = self.self_attn(qkv, rope, batch)
         if rows is not None:
@@ -123,7 +124,7 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(config, dtype, device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        x: Tensor | Added = self.embed_tokens(batch.input_ids)
+        x: Hidden = self.embed_tokens(batch.input_ids)
         residual: Tensor | None = None
         rope = self.rotary(batch)
         for layer, following in pairwise(self.layers):

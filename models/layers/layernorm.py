@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,16 @@ from models.layers.linear import Linear, copy_whole, new_parameter
 
 if TYPE_CHECKING:  # its import needs triton
     from models.kernels.skinny import Added
+
+    Hidden: TypeAlias = "Tensor | Added | Normed"  # what a norm is taken of, or was already
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """x + residual [T, size] and the norm of it [T, size]."""
+
+    total: Tensor
+    normed: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -61,9 +72,11 @@ class RMSNorm(nn.Module):
             return linear.few_rows.add(x, self._kernel.Norm(self.weight, self.eps, residual))
         return linear(x)
 
-    def into(self, linear: Linear, x: Tensor | Added, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def into(self, linear: Linear, x: Hidden, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(linear(norm(x + residual)), x + residual), in one kernel where few rows have one; the second is x itself
-        without a residual. An x of after() has its residual already."""
+        without a residual. An x of after(), and one that is Normed, has its residual already."""
+        if isinstance(x, Normed):
+            return linear(x.normed), x.total
         if not isinstance(x, Tensor):
             return self._finish(linear, x)
         if linear.few_rows is not None and linear.few_rows.takes(x.shape[0], normed=True):

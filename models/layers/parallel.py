@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from models.kernels.skinny import Added
-    from models.layers.layernorm import RMSNorm
+    from models.layers.layernorm import Hidden, RMSNorm
     from models.layers.linear import Linear
-    from models.layers.one_shot import OneShot
+    from models.layers.one_shot import OneShot, SumNorm
 
 
 class Collective(nn.Module):
@@ -33,26 +32,36 @@ class Collective(nn.Module):
 
 
 class AllReduce(Collective):
-    """The sum over ranks of what a RowLinear leaves on each. one_shot: for sums that it is faster for, if any."""
+    """The sum over ranks of what a RowLinear leaves on each. For sums that they are faster for, if any: sum_norm, where
+    a norm comes next, and one_shot."""
 
     one_shot: OneShot | None = None
+    sum_norm: SumNorm | None = None
 
-    def forward(
-        self, linear: Linear, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None
-    ) -> Tensor | Added:
+    def forward(self, linear: Linear, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Hidden:
         """x [T, in] -> linear(x) [T, out], added up, on every rank. norm: the one that comes next, of that and the
-        residual, which a lone rank may begin already (RMSNorm.after)."""
+        residual, which may be begun or done already (RMSNorm.after, sum_norm)."""
         if self.tp_size == 1 and norm is not None and residual is not None:
             return norm.after(linear, x, residual)
-        if self.tp_size == 1 or not x.shape[0]:  # a step that samples nothing ends without a row, on every rank
+        rows = x.shape[0]
+        if self.tp_size == 1 or not rows:  # a step that samples nothing ends without a row, on every rank
             return linear(x)
-        room = self.one_shot.room(x.shape[0]) if self.one_shot is not None else None
-        if self.one_shot is not None and room is not None:
-            y = self.one_shot.sum(linear.put(x, room))
-        else:
-            y = linear(x)
-            dist.all_reduce(y)
+        summed = self._sum(linear, x, rows, norm, residual)
         self.num_calls += 1
+        return summed
+
+    def _sum(self, linear: Linear, x: Tensor, rows: int, norm: RMSNorm | None, residual: Tensor | None) -> Hidden:
+        if self.sum_norm is not None and norm is not None and residual is not None:
+            room = self.sum_norm.room(rows)
+            if room is not None:
+                linear.put(x, room)
+                return self.sum_norm(rows, norm, residual)
+        if self.one_shot is not None:
+            room = self.one_shot.room(rows)
+            if room is not None:
+                return self.one_shot.sum(linear.put(x, room))
+        y = linear(x)
+        dist.all_reduce(y)
         return y
 
 

@@ -157,7 +157,7 @@ def test_two_cards_in_half_precision_add_up_in_one_shot_and_stay_near_one_card(
     settings = {"device": "cuda", "dtype": "bfloat16", "num_kvcache_blocks": 200}
     with caplog.at_level(logging.INFO, "pageturn.engine"):
         two = LLM(folder, tensor_parallel_size=2, **settings)
-    assert "sums over ranks: one shot" in caplog.text
+    assert "sums over ranks: one shot, with the norm behind them" in caplog.text
     assert re.search(r"graphs: \d\d+ shapes", caplog.text)
     one = LLM(folder, **settings)
     told = ids(one.generate(prompts(11), GREEDY, use_tqdm=False))

@@ -7,5 +7,6 @@ import pytest
 from tests.models.kernel_cases import *  # noqa: F403
 from tests.models.sampling_cases import *  # noqa: F403
 from tests.models.step_rows_cases import *  # noqa: F403
+from tests.models.sum_norm_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

@@ -36,6 +36,7 @@ from models.kernels import (
     silu_mul,
     skinny,
     step_rows,
+    sum_norm,
     truncation,
 )
 from models.kernels.few_rows import FewRows
@@ -183,6 +184,23 @@ def test_a_shared_prefix_is_read_beside_the_rest(dim: int, compiled: list[Any], 
     wait, call = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
     assert prefix.asm["ptx"].index(wait) < prefix.asm["ptx"].index(call)
     assert rest.asm["ptx"].index(call) < rest.asm["ptx"].rindex("mma.sync") < rest.asm["ptx"].index(wait)
+
+
+def test_a_sum_over_ranks_tells_the_others_once_all_before_it_has_ended_and_reads_once_all_have_told(
+    compiled: list[Any],
+) -> None:
+    table, counts = torch.zeros(2, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    ranks = sum_norm.Ranks(1, table, table, counts, counts)
+    x, weight = torch.zeros(4, 1024, dtype=BF16), torch.ones(1024, dtype=BF16)
+    sum_norm.sum_norm(ranks, 4, Norm(weight, 1e-6, x))
+    (kernel,) = compiled
+    assert kernel.metadata.launch_pdl
+    ptx = kernel.asm["ptx"]
+    waited = ptx.index("griddepcontrol.wait")
+    told, heard = ptx.index("atom.global.sys.release.exch"), ptx.index("ld.global.sys.acquire")
+    read = ptx.index("ld.global.cg.v4.b32")  # eight elements at once
+    assert waited < told < heard < ptx.rindex("bar.sync", heard, read) < read
+    assert "ld.global" not in ptx[waited:told]  # the addresses are known by then
 
 
 def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:

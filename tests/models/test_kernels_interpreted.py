@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(600)  # two to four minutes by the machine
 @pytest.mark.parametrize(
-    ("cases", "at_least"), [("kernel_cases.py", 55), ("sampling_cases.py", 22), ("step_rows_cases.py", 3)]
+    ("cases", "at_least"),
+    [("kernel_cases.py", 55), ("sampling_cases.py", 22), ("step_rows_cases.py", 3), ("sum_norm_cases.py", 14)],
 )
 def test_the_kernels_equal_their_references(cases: str, at_least: int) -> None:
     pytest.importorskip("triton")

@@ -1,4 +1,5 @@
-"""Processes with a card each that add up in one shot, eagerly and in a graph replayed many times; see run()."""
+"""Processes with a card each that add up in one shot, with norms and without, eagerly and in a graph replayed many
+times; see run()."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ REPLAYS = 200
 
 
 def run(size: int, folder: Path, dtype: str) -> list[int | None]:
-    """Exit codes of the ranks: 0 where every sum was right in every bit, and hence the same on all."""
+    """Exit codes of the ranks: 0 where every sum was right in every bit, and hence the same on all; norms nearly."""
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=_main, args=(rank, size, folder, dtype), daemon=True) for rank in range(size)]
     for process in ranks:
@@ -29,17 +30,19 @@ def _main(rank: int, size: int, folder: Path, dtype_name: str) -> None:
     import torch.distributed as dist
     from torch import Tensor
 
+    from models.kernels import sum_norm
     from models.layers import one_shot
+    from models.layers.layernorm import RMSNorm
     from models.layers.parallel import AllReduce
 
     device, dtype, width = torch.device("cuda", rank), getattr(torch, dtype_name), 1024
     torch.cuda.set_device(device)
     rendezvous = (folder / "rendezvous").as_uri()
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=size, device_id=device)
-    layer = AllReduce(rank, size)
-    why = one_shot.install(layer, width, dtype, device)
-    assert why is None and layer.one_shot is not None, why
-    sums = layer.one_shot
+    layers = torch.nn.ModuleList(AllReduce(rank, size) for _ in range(2))
+    how = one_shot.install(layers, width, dtype, device)
+    sums, pair = layers[0].one_shot, [layer.sum_norm for layer in layers]
+    assert isinstance(sums, one_shot.OneShot) and None not in pair, how
 
     def summands(rows: int, turn: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * rows + turn)
@@ -81,6 +84,28 @@ def _main(rank: int, size: int, folder: Path, dtype_name: str) -> None:
             for out, factor in zip(outs, (1, 2, 4), strict=True):
                 assert torch.equal(out, expected(parts) * factor), f"replay {turn}, {rows} rows, times {factor}"
             assert torch.equal(chosen, parts[0][:, :4])
+        del graph, outs
+    norm = RMSNorm(width, 1e-6, dtype, device)
+    norm.weight.data.copy_(torch.rand(width, generator=torch.Generator().manual_seed(5)) + 0.5)
+    for rows in (1, 64, 256):
+        x = torch.zeros(rows, width, dtype=dtype, device=device)
+        residual = summands(rows, 77)[0]
+        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outs = []
+            for factor in (1, 2, 4, 8):
+                taken = pair[len(outs) % 2]
+                torch.mul(x, factor, out=taken.room(rows))
+                outs.append(taken(rows, norm, residual))
+        for turn in range(REPLAYS):
+            parts = summands(rows, turn)
+            x.copy_(parts[rank])
+            graph.replay()
+            for out, factor in zip(outs, (1, 2, 4, 8), strict=True):
+                begun = sum_norm.Norm(norm.weight, norm.eps, residual)
+                normed, total = sum_norm.reference([part * factor for part in parts], begun)
+                assert torch.equal(out.total, total), f"replay {turn}, {rows} rows, times {factor}"
+                torch.testing.assert_close(out.normed, normed, atol=2e-2, rtol=2e-2)
         del graph, outs
     torch.cuda.synchronize()
     os._exit(0)
