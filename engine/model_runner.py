@@ -100,7 +100,7 @@ class ModelRunner:
         )
         if tp_size > 1:
             how = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
-            logger.info("sums over ranks: %s; large ones by NCCL", how)
+            logger.info("sums over ranks: %s", how)
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)

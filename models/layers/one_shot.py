@@ -87,7 +87,7 @@ def install(model: nn.Module, width: int, dtype: torch.dtype, device: torch.devi
     layers = [module for module in model.modules() if isinstance(module, AllReduce)]
     one_shot, why = _agreed(_why_not(dtype, device), lambda: _one_shot(width, dtype, device), device)
     if one_shot is None:
-        return f"no one shot ({why})"
+        return f"NCCL's or gloo's (no one shot: {why})"
     pair, why = _agreed(_why_no_norm(width, dtype, device), lambda: _sum_norms(width, dtype, device), device)
     if pair is not None:
         once, trial = pair, _NormTrial(width, dtype, device)
@@ -99,7 +99,8 @@ def install(model: nn.Module, width: int, dtype: torch.dtype, device: torch.devi
         layer.one_shot = one_shot
         # By turns: until a layer writes to its place again, the other's exchange has told that its summand was read.
         layer.sum_norm = pair[i % 2] if pair is not None else None
-    return "one shot, " + ("with the norm behind them" if pair is not None else f"without norms ({why})")
+    how = "with the norm behind them" if pair is not None else f"without norms ({why})"
+    return f"one shot, {how}; large ones by NCCL"
 
 
 def _agreed(why: str | None, build: Callable[[], T], device: torch.device) -> tuple[T | None, str | None]:

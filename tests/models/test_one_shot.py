@@ -103,10 +103,10 @@ def test_what_fails_on_one_rank_is_used_on_none(two_ranks: None, monkeypatch: py
     layer = AllReduce(0, 2)
     monkeypatch.setattr(one_shot, "any_rank", any_rank)
     monkeypatch.setattr(one_shot, "_adds_up", lambda *args: True)
-    assert one_shot.install(layer, 8, torch.float32, CPU) == "no one shot (another rank cannot)"
+    assert one_shot.install(layer, 8, torch.float32, CPU) == "NCCL's or gloo's (no one shot: another rank cannot)"
     assert layer.one_shot is None and told == [False, False]
     how = one_shot.install(layer, 8, torch.float32, CPU)
-    assert how == "one shot, without norms (triton compiles nothing for a cpu)"
+    assert how == "one shot, without norms (triton compiles nothing for a cpu); large ones by NCCL"
     assert layer.one_shot is not None and layer.sum_norm is None
 
 
@@ -166,10 +166,10 @@ def test_layers_take_their_places_for_sums_with_norms_by_turns(
     layers = nn.ModuleList(AllReduce(1, 2) for _ in range(4))
     how = one_shot.install(layers, 8, torch.float32, CPU)
     if fails != "never":
-        assert how == "one shot, without norms (RuntimeError: out of registers)"
+        assert how == "one shot, without norms (RuntimeError: out of registers); large ones by NCCL"
         assert all(layer.sum_norm is None for layer in layers)
         return
-    assert how == "one shot, with the norm behind them"
+    assert how == "one shot, with the norm behind them; large ones by NCCL"
     first, second, third, fourth = (layer.sum_norm for layer in layers)
     assert first is third and second is fourth and first is not second
     assert first.room(3).data_ptr() == places[0].data_ptr() and second.room(3).data_ptr() == places[1].data_ptr()
