@@ -57,7 +57,12 @@ def load_model(
     )
     weights = _gguf_weights(path, config) if is_gguf(path) else _folder_weights(path, in_part=tp_size > 1)
     with torch.inference_mode():
-        _fill(model, weights, path, config.tie_word_embeddings, progress or (lambda stage, percent: None))
+        try:
+            _fill(model, weights, path, config.tie_word_embeddings, progress or (lambda stage, percent: None))
+        finally:
+            for parameter in model.parameters():
+                # It knows the parameter: in a cycle weights outlive their model until the collector finds them.
+                del parameter.weight_loader  # type: ignore[attr-defined]
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack_weight()

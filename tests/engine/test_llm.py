@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -401,3 +403,19 @@ def test_a_request_after_exit_is_refused_in_words(tiny_llama: Path) -> None:
     llm.exit()
     with pytest.raises(RuntimeError, match=r"exit\(\) was called"):
         llm.generate([1, 2, 3], use_tqdm=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(tiny_qwen3: Path, dtype: str) -> None:
+    """It does not look at them while another engine serves, see engine/heap.py."""
+    llm = LLM(tiny_qwen3, device="cpu", dtype=dtype, num_kvcache_blocks=16)
+    llm.generate([[3, 4, 5]], tokens(4), use_tqdm=False)
+    runner: Any = llm.engine.runner
+    held = [weakref.ref(tensor) for tensor in (runner.kv_cache, *runner.model.parameters())]
+    del runner
+    gc.disable()
+    try:
+        llm.exit()
+        assert not [tensor() for tensor in held if tensor() is not None]
+    finally:
+        gc.enable()
