@@ -176,8 +176,10 @@ class BlockManager:
         self._index.add(seq, seq.num_indexed_blocks, full)
         seq.num_indexed_blocks = full
         if seq.owner in self.pins:
-            # The whole chain, head first: a pinned block behind an evicted one could not be found.
-            self._pin(seq.owner, seq.block_table[:full])
+            # The whole chain, head first: a pinned block behind an evicted one could not be found, nor one behind what
+            # seq holds but is distrusted since, because another request had read it and went wrong.
+            held = self._index.contents
+            self._pin(seq.owner, list(takewhile(lambda block: held[block] is not None, seq.block_table[:full])))
 
     def note_contents(self, seq: Sequence, num_tokens: int) -> None:
         """Do the work of index_full_blocks() that can be done before the step is: num_tokens tokens are known."""

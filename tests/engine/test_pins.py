@@ -9,6 +9,7 @@ from engine.block_records import CACHED
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from history_model import history_engine
+from perilous_runner import perilous_engine
 from tests.engine.test_scheduler import continuation
 
 
@@ -193,6 +194,19 @@ def test_a_block_whose_content_is_withdrawn_loses_its_pin() -> None:
     engine.blocks._forget([min(engine.blocks.pins.blocks(1))])
     engine.check_integrity()
     assert len(engine.blocks.pins.blocks(1)) == engine.blocks.pins.num_blocks == 1
+
+
+def test_a_conversation_that_goes_on_over_blocks_that_are_withdrawn_meanwhile_does_not_pin_them_again() -> None:
+    """It shares them with a request whose logits are not finite."""
+    engine, runner = perilous_engine(12, 4)
+    say(engine, CHAT, owner=3)
+    assert engine.pin(3) == 4
+    runner.bad.add(engine.add_request([*CHAT, 5]))
+    engine.add_request(CHAT, SamplingParams(max_tokens=8, ignore_eos=True), owner=3)
+    while not engine.is_finished():
+        engine.step()
+        engine.check_integrity()
+    assert not engine.blocks.pins.blocks(3)
 
 
 def test_the_integrity_check_finds_a_pin_that_was_lost() -> None:
