@@ -135,10 +135,13 @@ class BlockingStream(Stream):
                 yield delta
 
     def put(self, output: StepOutput) -> None:
-        """Take one step's output; called by the engine thread. What was not read yet is merged with it."""
+        """Take one step's output; called by the engine thread. What was not read yet is merged with it. What comes
+        behind the last word, of a thread that was given up, is dropped."""
         with self._arrived:
-            self._unread[output.index] = merge_steps(self._unread.get(output.index), output)
-            self._arrived.notify()
+            unread = self._unread.get(output.index)
+            if unread is None or unread.finish_reason is None:
+                self._unread[output.index] = merge_steps(unread, output)
+                self._arrived.notify()
 
 
 def hand_over(batch: list[tuple[RequestStream, StepOutput]]) -> None:

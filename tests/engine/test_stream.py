@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
-from engine.outputs import Delta, RequestMetrics, StepOutput
+from engine.origin import Origin
+from engine.outputs import Delta, RequestMetrics, RequestPriority, StepOutput
+from engine.request_stream import BlockingStream, Submission
 from engine.sampling_params import SamplingParams
+from engine.sequence import as_array
 from engine.stream import StreamState, merge
 
 EOS = 256
@@ -167,3 +172,12 @@ def test_merged_deltas_say_what_all_of_them_said() -> None:
     merged = merge(merge(merge(None, first), second), third)
     assert (merged.text, merged.token_ids, merged.block_table) == ("abc", [*b"abc"], [4])
     assert (merged.finish_reason, merged.num_output_tokens) == ("length", 3)
+
+
+def test_a_last_word_that_was_not_read_yet_stands_whatever_another_thread_delivers_behind_it() -> None:
+    """At a shutdown that does not wait for the engine's thread; the reader would wait for ever."""
+    request = Submission(7, [1], as_array([1]), SamplingParams(), RequestPriority.NORMAL, Origin(), 0.0)
+    stream = BlockingStream(request, None, lambda *_: None)
+    for output in (StepOutput(7, [5]), StepOutput(7, [], "abort"), StepOutput(7, [6])):
+        stream.put(output)
+    assert [(delta.token_ids, delta.finish_reason) for delta in islice(stream, 1)] == [([5], "abort")]
