@@ -10,7 +10,7 @@ open chat comes as the component's value, JSON made here:
                 "at": float,           seconds since the epoch
                 "ttft": float, "rate": float,     seconds, tokens/s
                 "prompt": int, "cached": int, "out": int, "block_size": int,   tokens
-                "without": float | null}, ...],   estimated seconds of a prefill with nothing cached
+                "without": float | null}, ...],   estimated TTFT with nothing cached; null: unknown
      "ended": int}                     only in a value that makes the page ask how a followed reply ended
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import gradio as gr
 
 from app.chat import ChatView, Figures, JobSnapshot
+from engine.stats import MIN_PREFILL_SAMPLE
 
 ASSETS = Path(__file__).parent / "assets"
 TURNS_SENT = 20
@@ -42,8 +43,8 @@ def panel_value(
     view: ChatView | None, snapshot: JobSnapshot | None = None, prefill_rate: float = 0.0
 ) -> dict[str, Any]:
     """The component's value for an open chat (None: a new one). `snapshot` stands for its running reply;
-    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet, then the best of this chat's replies stands for it)
-    gives the estimate without the cache."""
+    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet, then the best of this chat's replies that tell it
+    stands for it) gives the estimate without the cache."""
     if view is None:
         return {"owner": 0, "context_used": 0, "context_limit": 0, "turns": []}
     replies = [turn for turn in view.turns if turn.role == "assistant"]
@@ -63,8 +64,10 @@ def panel_value(
 
 
 def _prefill_rate(figures: Figures) -> float:
-    """Prompt tokens a second of one reply, the wait for its turn included: a low estimate."""
-    return (figures.prompt_tokens - figures.cached_tokens) / figures.ttft if figures.ttft > 0 else 0.0
+    """Prompt tokens a second of one reply, the wait for its turn included: a low estimate. 0 where it tells none: after
+    a few tokens the costs that every first token has would pass for the prefill's."""
+    computed = figures.prompt_tokens - figures.cached_tokens
+    return computed / figures.ttft if computed >= MIN_PREFILL_SAMPLE and figures.ttft > 0 else 0.0
 
 
 def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict[str, Any]:
@@ -78,5 +81,5 @@ def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict
         "out": figures.output_tokens,
         "block_size": figures.block_size,
         # What it took, and what computing the cached tokens would have taken on top.
-        "without": figures.ttft + figures.cached_tokens / prefill_rate if prefill_rate > 0 else None,
+        "without": figures.ttft + figures.cached_tokens / prefill_rate if min(prefill_rate, figures.ttft) > 0 else None,
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
+MIN_PREFILL_SAMPLE = 64  # tokens; below it a step's time says little of the prefill rate
 _WINDOW_SECONDS = 3.0
 _SMOOTHING = 0.3
-_MIN_PREFILL_SAMPLE = 64  # tokens; below it a step's time says little of the prefill rate
 
 
 class EngineStats:
@@ -33,7 +33,7 @@ class EngineStats:
         self._recent.append((now, sampled_tokens))
         while self._recent and self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
-        if prefill_tokens >= _MIN_PREFILL_SAMPLE and prefill_tokens > 4 * num_decodes and seconds > 0:
+        if prefill_tokens >= MIN_PREFILL_SAMPLE and prefill_tokens > 4 * num_decodes and seconds > 0:
             rate = prefill_tokens / seconds
             self.prefill_rate += (rate - self.prefill_rate) * (_SMOOTHING if self.prefill_rate else 1.0)
 

@@ -185,9 +185,16 @@ def test_the_panel_estimates_a_prefill_without_the_cache_from_what_was_measured(
     cold = Figures(ttft=2.0, prompt_tokens=100, cached_tokens=0, output_tokens=5, block_size=16)
     warm = Figures(ttft=0.1, prompt_tokens=200, cached_tokens=192, output_tokens=5, block_size=16)
     assert [turn["without"] for turn in panel_of(cold, warm, prefill_rate=1000.0)] == pytest.approx([2.0, 0.292])
-    # The engine has measured nothing yet: the chat's own best rate, 80 tokens in a second, stands for it.
-    assert [turn["without"] for turn in panel_of(cold, warm)] == pytest.approx([2.0, 2.5])
+    # The engine has measured nothing yet: the chat's own best rate, 50 tokens in a second, stands for it. The 8 tokens
+    # of the other reply took what any first token takes, and tell none.
+    assert [turn["without"] for turn in panel_of(cold, warm)] == pytest.approx([2.0, 3.94])
+    assert [turn["without"] for turn in panel_of(warm)] == [None]
     assert panel_of(Figures())[0]["without"] is None
+
+
+def test_a_reply_stopped_before_its_first_token_has_no_estimate():
+    stopped = Figures(ttft=0.0, prompt_tokens=1291, cached_tokens=16, output_tokens=0, block_size=16)
+    assert panel_of(stopped, prefill_rate=400.0)[0]["without"] is None
 
 
 def test_the_panel_sends_the_last_replies_with_their_numbers():
