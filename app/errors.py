@@ -29,8 +29,8 @@ class ModelNotReady(ChatError):
 
 
 class ContextFull(ChatError):
-    """The prompt does not fit. `prompt_tokens` and `max_model_len` are the two numbers. Ways on: a new chat, or
-    the setting leave_out_older=True."""
+    """The prompt does not fit. `prompt_tokens` and `max_model_len` are the two numbers. The message names
+    the ways on."""
 
     def __init__(self, message: str, prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(message)

@@ -217,9 +217,7 @@ def list_row(info: ChatInfo) -> dict[str, Any]:
 
 
 def _refusal(error: ValueError) -> str:
-    """The words for a refusal; where there is a way on, it is named."""
-    if isinstance(error, ContextFull):
-        return f"{error} Start a new chat, or tick “Leave out older turns” in the settings. Your text is kept."
-    if isinstance(error, ChatBusy | ModelNotReady | ReplyUnsaved):
+    """The words for a refusal."""
+    if isinstance(error, ChatBusy | ContextFull | ModelNotReady | ReplyUnsaved):
         return f"{str(error)[:1].upper()}{str(error)[1:]}. Your text is kept."
     return str(error)

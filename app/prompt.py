@@ -131,12 +131,11 @@ def _fit(
     ids = encode(0)
     if not settings.leave_out_older:
         if len(ids) >= limit:
-            raise ContextFull(
-                f"This chat takes {len(ids):,} tokens and the context holds {limit:,}: start a new chat, shorten the "
-                "message, or let older turns be left out",
-                len(ids),
-                limit,
-            )
+            way_on = "shorten the message"
+            if len(branch) > 1:
+                way_on = f"start a new chat, {way_on}, or tick “Leave out older turns” in the settings"
+            words = f"This chat takes {len(ids):,} tokens and the context holds {limit:,}: {way_on}"
+            raise ContextFull(words, len(ids), limit)
         return ids, 0
     room = min(settings.max_tokens or limit, limit // 4)
     if len(ids) + room <= limit:

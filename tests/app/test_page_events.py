@@ -166,6 +166,24 @@ async def test_text_that_utf_8_cannot_hold_names_no_chat_and_breaks_no_stream(
     assert "Traceback" not in capfd.readouterr().err
 
 
+async def test_a_chat_that_is_too_long_is_refused_in_one_sentence_with_the_ways_on(tmp_path: Path) -> None:
+    engine = ScriptedEngine(max_model_len=150)
+    async with opened(tmp_path / "data", engine) as port:
+
+        async def said(chat: str, text: str) -> str:
+            answer = await port.event(port.number("send"), [USER, chat, "", chat, text, *FORM])
+            return json.dumps(answer["output"]["data"], ensure_ascii=False)
+
+        words = await said("", "x" * 145)
+        assert "and the context holds 150: shorten the message. Your text is kept." in words
+        chat = await port.chats.new_chat(USER)
+        await (await port.chats.send(USER, chat, "x" * 60)).wait()
+        ways = "start a new chat, shorten the message, or tick “Leave out older turns” in the settings"
+        words = await said(chat, "x" * 80)
+        assert f"and the context holds 150: {ways}. Your text is kept." in words
+        await port.chats.shutdown()
+
+
 async def test_a_number_out_of_its_range_is_refused_in_the_page_s_words_each_time(port: Port) -> None:
     for _ in range(3):
         answer = await port.event(port.number("change_setting"), [USER, "", "", 0.7, 2.5, *FORM[3:]])
