@@ -212,6 +212,13 @@
       byId("page").dataset.settings = open ? "open" : "closed";
     });
   };
+  // Left, a slider's number goes to the slider's limit, which Gradio tells only as a "change"; what was typed was kept.
+  document.addEventListener("blur", (event) => {
+    const box = event.target;
+    if (!box.matches?.("#settings-form input[type=number]")) return;
+    const typed = box.value;
+    setTimeout(() => { if (box.value !== typed) box.dispatchEvent(new Event("input", { bubbles: true })); });
+  }, true);
   pageturn.mountNotice = (element, watch, props) => {
     const text = element.querySelector(".pt-notice");
     const show = () => {
