@@ -101,7 +101,8 @@ class Showing:
         except BlankMessage:
             return self.nothing()
         except ValueError as error:
-            return {self.page.notice: self.notice(_refusal(error), message)}
+            busy = isinstance(error, ChatBusy)
+            return {self.page.notice: self.notice(_refusal(error), message) | {"busy": busy}}
         sent = {message: chat} if message else None
         if self._tabs.has_turned(tab):
             return await self._only_sent(who, sent)
@@ -174,7 +175,7 @@ class Showing:
 
     def notice(self, words: str, message: str = "") -> dict[str, Any]:
         """The notice's value; its number makes the same words twice two notices. message: the name of the one that was
-        refused."""
+        refused. A refusal that holds only while the chat answers has "busy", too: the page takes it back then."""
         self._notices += 1
         return {"text": words, "number": self._notices, "refused": message}
 

@@ -228,6 +228,7 @@
     };
     watch("value", show);
     show();
+    pageturn.replyEnded = () => { if (props.value?.busy) text.hidden = true; };
   };
   pageturn.setStat = (stat, lost = false) => {
     const becameReady = stat?.ready && pageturn.stat && !pageturn.stat.ready;

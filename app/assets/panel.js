@@ -85,7 +85,10 @@
       if (pageturn.isOutdated(props.value?.of)) return;
       chat = props.value ?? {};
       showChat();
-      if (chat.ended) pageturn.send("settle", {});
+      if (chat.ended) {
+        pageturn.replyEnded();
+        pageturn.send("settle", {});
+      }
     });
     pageturn.onOwnChats = (slots) => { // the list of chats knows them
       grid.own = slots;

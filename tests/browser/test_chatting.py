@@ -372,6 +372,18 @@ def test_a_number_beyond_its_slider_is_named_and_goes_to_the_limit_when_the_read
     expect(box).to_have_value("1")  # what was shown was kept, without a message
 
 
+def test_that_a_chat_is_still_answering_is_said_until_it_has_answered(server, profile):
+    page = open_page(profile(), server.url, max_tokens=60)
+    send(page, "Tell me a long story of the sea.")
+    wait_for_streaming(page)
+    message_box(page).fill("And of the hills.")
+    message_box(page).press("Enter")
+    expect(page.locator(".pt-notice")).to_contain_text("still answering")
+    wait_for_replies(page, 1)
+    expect(page.locator(".pt-notice")).to_be_hidden()
+    expect(message_box(page)).to_have_value("And of the hills.")
+
+
 def test_a_blank_message_does_nothing(server, profile):
     page = open_page(profile(), server.url)
     message_box(page).fill("  \t ")
