@@ -384,6 +384,22 @@ def test_that_a_chat_is_still_answering_is_said_until_it_has_answered(server, pr
     expect(message_box(page)).to_have_value("And of the hills.")
 
 
+def test_what_a_search_found_is_in_sight(server, profile):
+    page = open_page(profile(), server.url, max_tokens=2)
+    ask(page, "An old and rather windy harbour town, with many grey quails on it.")
+    page.locator(".pt-search").fill("quails")
+    found = page.locator(".pt-pick small")
+    expect(found).to_contain_text("quails")
+    below = """small => {
+        const text = small.firstChild, word = document.createRange(), at = text.data.indexOf("quails");
+        word.setStart(text, at);
+        word.setEnd(text, at + 6);
+        const [of, all] = [word.getBoundingClientRect(), small.getBoundingClientRect()];
+        return Math.max(of.bottom - all.bottom, of.right - all.right);
+    }"""
+    assert found.evaluate(below) <= 1
+
+
 def test_a_blank_message_does_nothing(server, profile):
     page = open_page(profile(), server.url)
     message_box(page).fill("  \t ")
