@@ -120,6 +120,7 @@ def test_what_is_sent_without_a_network_is_kept_and_can_be_sent_later(server, pr
     message_box(page).fill("Are you there?")
     message_box(page).press("Enter")
     expect(page.get_by_text("cannot be reached").first).to_be_visible()
+    expect(page.locator("#chat [data-testid=status-tracker]")).to_be_hidden()  # it would cover the chat
     expect(message_box(page)).to_have_value("Are you there?")
     cable.mend()
     expect(page.locator(".pt-state")).to_have_text("")
