@@ -133,6 +133,8 @@ class Transformers(Engine):
         file: dict[str, Any] = {}
         if path.suffix == ".gguf":  # dense, since packed blocks are computed in float32
             file = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+            importlib.import_module("gguf")  # transformers reads such a file with both
+            importlib.import_module("accelerate")
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             path.parent if file else path, dtype=getattr(torch, setup.dtype), attn_implementation="sdpa", **file
         )

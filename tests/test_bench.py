@@ -15,7 +15,7 @@ import pytest
 import bench
 import bench_table
 import bench_workers
-from bench_engines import Engine, Setup
+from bench_engines import Engine, Setup, Transformers
 from bench_workloads import DEFAULT, workloads
 from processes import descendants, gone
 
@@ -115,6 +115,16 @@ def test_an_engine_that_fails_says_why_and_the_others_go_on(tiny: str) -> None:
     assert done.returncode == 1
     assert "ttft_cold  vllm  failed: not installed (vllm)" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.split()[:3] == ["ttft_cold", "ttft", "pageturn"]]
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_gguf_file_without_what_transformers_reads_it_with_names_the_package(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    setup = Setup("/no/such/model.gguf", "cpu", "float32", 1, "auto", "transformers", "offline")
+    with pytest.raises(ModuleNotFoundError, match=package):
+        Transformers(setup)
 
 
 def test_conversations_through_the_async_engine_find_their_history_cached(tiny: str, tmp_path: Path) -> None:
