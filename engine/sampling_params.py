@@ -160,14 +160,14 @@ def _number(name: str, value: Any, low: float | None, high: float | None, open_l
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}={shown(value)} must be a finite number {text}")
     if (low is not None and (value < low or (open_low and value == low))) or (high is not None and value > high):
-        raise ValueError(f"{name}={shown(value)} must be {text}")
+        raise ValueError(f"{name}={shown(value)} must be {text.removeprefix('of ')}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={shown(value)} must be an integer {_range(low, high)}")
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name}={shown(value)} must be {_range(low, high)}")
+        raise ValueError(f"{name}={shown(value)} must be {_range(low, high).removeprefix('of ')}")
 
 
 def _range(low: float | None, high: float | None, open_low: bool = False) -> str:

@@ -140,7 +140,7 @@ def test_the_callers_lists_can_change_without_changing_the_request():
         ({5: 100.5}, r"logit_bias\[5\]=100.5 must be between -100.0 and 100.0"),
         ({5: NAN}, r"logit_bias\[5\]=nan"),
         ({5: "1"}, r"logit_bias\[5\]='1'"),
-        ({-1: 1.0}, "logit_bias=-1 must be of at least 0"),
+        ({-1: 1.0}, "logit_bias=-1 must be at least 0"),
         ({"5": 1.0}, "logit_bias='5' must be an integer"),
     ],
 )
