@@ -86,7 +86,7 @@
       chat = props.value ?? {};
       showChat();
       if (chat.ended) {
-        pageturn.replyEnded();
+        pageturn.replyEnded?.();
         pageturn.send("settle", {});
       }
     });
