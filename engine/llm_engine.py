@@ -86,7 +86,7 @@ class LLMEngine:
         self._budget = StepBudget(parts.max_num_batched_tokens) if parts.adaptive_budget else None
         if self._budget is not None:
             self.scheduler.token_budget = self._budget.tokens
-        self.stats = EngineStats()
+        self.stats = EngineStats(parts.prefill_rate)
         self.requests = LiveRequests(self.scheduler, self.runner, self.stats, self.events)
         self._collector = Collector(self.scheduler, self.requests)
         self._ids = itertools.count(1)

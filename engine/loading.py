@@ -56,7 +56,8 @@ class Runner(Protocol):
 @dataclass(slots=True)
 class EngineParts:
     """A loaded model, ready to step. adaptive_budget: the engine may lower the tokens of a step to keep it short.
-    ranks: the runner once more, where it runs on several ranks and may lose them."""
+    ranks: the runner once more, where it runs on several ranks and may lose them. prefill_rate: tokens/s, 0 where not
+    measured."""
 
     model_name: str
     model_config: ModelConfig
@@ -69,6 +70,7 @@ class EngineParts:
     max_num_batched_tokens: int
     adaptive_budget: bool = False
     ranks: TensorParallelRunner | None = None
+    prefill_rate: float = 0.0
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
@@ -95,7 +97,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     if config.tensor_parallel_size > 1:
         runner = ranks = TensorParallelRunner(config, path, model_config, device, limits=limits, progress=progress)
         num_blocks = ranks.num_blocks
-        num_parameters = count_parameters(model_config)
+        num_parameters, prefill_rate = count_parameters(model_config), 0.0
     else:
         runner = ModelRunner(
             path, model_config, device, **limits, enforce_eager=config.enforce_eager, progress=progress
@@ -104,7 +106,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         runner.allocate_kv_cache(num_blocks)
         runner.warm_up(progress)
         runner.capture_graphs(progress)
-        num_parameters = runner.model.num_parameters
+        num_parameters, prefill_rate = runner.model.num_parameters, runner.prefill_rate
     element = torch.empty((), dtype=device.dtype).element_size()
     size = num_blocks * device.block_size * model_config.kv_bytes_per_token(element) / 2**20
     logger.info(
@@ -126,6 +128,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         max_num_batched_tokens=step_tokens,
         adaptive_budget=on_cpu and config.max_num_batched_tokens is None,
         ranks=ranks,
+        prefill_rate=prefill_rate,
     )
 
 

@@ -7,6 +7,7 @@ returns a handle; collect() waits for it and brings the sampled ids to the host.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from engine.outputs import TokenLogprobs
 from engine.sampler import Sampler, SamplingRow
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
+from engine.stats import MIN_PREFILL_SAMPLE
 from engine.step_graphs import StepGraphs
 from engine.step_inputs import StepInputs
 from models.batch import ForwardBatch
@@ -103,6 +105,7 @@ class ModelRunner:
             logger.info("sums over ranks: %s", how)
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
+        self.prefill_rate = 0.0  # tokens/s, measured by warm_up; 0 on a card, whose prompts go faster as graphs
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)
         self._inputs = StepInputs(
             self._tables,
@@ -234,7 +237,10 @@ class ModelRunner:
                 torch.tensor([size - 1], device=self.device.device),
                 {},
             )
+            started = time.perf_counter()
             self.model.compute_logits(self.model(batch))
+            if self.device.device.type == "cpu" and size >= MIN_PREFILL_SAMPLE:
+                self.prefill_rate = size / (time.perf_counter() - started)
             num_tokens += size
         progress("warming up", 100.0)
         return num_tokens

@@ -11,9 +11,10 @@ _SMOOTHING = 0.3
 
 
 class EngineStats:
-    """Written by the thread that steps the engine; reading single fields from others is safe."""
+    """Written by the thread that steps the engine; reading single fields from others is safe. prefill_rate: tokens/s
+    measured before the first step; 0: not yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_rate: float = 0.0) -> None:
         self.num_requests = 0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -21,7 +22,7 @@ class EngineStats:
         self.cached_tokens = 0
         self.prefill_tokens = 0
         self.output_tokens = 0
-        self.prefill_rate = 0.0
+        self.prefill_rate = prefill_rate
         self._recent: deque[tuple[float, int]] = deque()
 
     def record_step(self, prefill_tokens: int, sampled_tokens: int, num_decodes: int, seconds: float) -> None:

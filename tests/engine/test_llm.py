@@ -405,6 +405,18 @@ def test_a_request_after_exit_is_refused_in_words(tiny_llama: Path) -> None:
         llm.generate([1, 2, 3], use_tqdm=False)
 
 
+def test_how_fast_prompts_are_is_known_before_the_first_one_and_not_from_short_ones(tiny_llama: Path) -> None:
+    """The page estimates with it what a reply would have taken without the cache."""
+    llm = LLM(tiny_llama, device="cpu", num_kvcache_blocks=40)
+    before = llm.stats()["prefill_tokens_per_second"]
+    assert before > 0
+    llm.generate([[3, 4, 5]], tokens(4), use_tqdm=False)
+    assert llm.stats()["prefill_tokens_per_second"] == before
+    llm.generate([list(range(3, 83))], tokens(4), use_tqdm=False)
+    assert llm.stats()["prefill_tokens_per_second"] != before
+    llm.exit()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(tiny_qwen3: Path, dtype: str) -> None:
     """It does not look at them while another engine serves, see engine/heap.py."""
