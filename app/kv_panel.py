@@ -71,6 +71,7 @@ def _prefill_rate(figures: Figures) -> float:
 
 
 def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict[str, Any]:
+    is_known = figures.ttft > 0 and prefill_rate > 0
     return {
         "n": n,
         "at": created,
@@ -81,5 +82,5 @@ def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict
         "out": figures.output_tokens,
         "block_size": figures.block_size,
         # What it took, and what computing the cached tokens would have taken on top.
-        "without": figures.ttft + figures.cached_tokens / prefill_rate if min(prefill_rate, figures.ttft) > 0 else None,
+        "without": figures.ttft + figures.cached_tokens / prefill_rate if is_known else None,
     }

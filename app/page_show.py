@@ -101,8 +101,7 @@ class Showing:
         except BlankMessage:
             return self.nothing()
         except ValueError as error:
-            busy = isinstance(error, ChatBusy)
-            return {self.page.notice: self.notice(_refusal(error), message) | {"busy": busy}}
+            return {self.page.notice: self.notice(_refusal(error), message, busy=isinstance(error, ChatBusy))}
         sent = {message: chat} if message else None
         if self._tabs.has_turned(tab):
             return await self._only_sent(who, sent)
@@ -173,11 +172,11 @@ class Showing:
         chats = [list_row(info) for info in await self._chats.list_chats(who)]
         return {"chats": chats, "since": self._since, "number": number}
 
-    def notice(self, words: str, message: str = "") -> dict[str, Any]:
+    def notice(self, words: str, message: str = "", *, busy: bool = False) -> dict[str, Any]:
         """The notice's value; its number makes the same words twice two notices. message: the name of the one that was
-        refused. A refusal that holds only while the chat answers has "busy", too: the page takes it back then."""
+        refused. busy: it holds only while the chat answers, and the page takes it back then."""
         self._notices += 1
-        return {"text": words, "number": self._notices, "refused": message}
+        return {"text": words, "number": self._notices, "refused": message, "busy": busy}
 
     def nothing(self) -> Updates:
         """Updates that change nothing; Gradio takes no empty ones."""

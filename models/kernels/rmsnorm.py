@@ -1,7 +1,7 @@
 """RMSNorm (Zhang and Sennrich, arXiv:1910.07467), alone and with the residual's addition before it, in one pass."""
 
 # How a kernel is launched is beyond the type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 
@@ -50,17 +50,28 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
     return normed.to(x.dtype), total.to(x.dtype)
 
 
+def program(size: int) -> tuple[int, int]:
+    """(columns, warps) of a program that takes a whole row."""
+    block = triton.next_power_of_2(size)
+    return block, min(16, max(1, block // 256))
+
+
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, adds: bool) -> None:
     size = weight.shape[0]
     assert x.shape[-1] == size and x.is_contiguous() and residual.is_contiguous()
     rows = x.numel() // size
     if rows:
-        block = triton.next_power_of_2(size)
-        warps = min(16, max(1, block // 256))
+        block, warps = program(size)
         _rmsnorm[(rows,)](
             x, residual, weight, out, total, eps, SIZE=size, BLOCK=block, ADDS=adds, num_warps=warps,
             **overlap.launch_options(x.device, rows),
         )  # fmt: skip
+
+
+@triton.jit
+def normed(value, gain, eps, SIZE: tl.constexpr):
+    """Of a row of SIZE columns, behind which value is 0; fp32."""
+    return value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps) * gain
 
 
 @triton.jit
@@ -85,5 +96,4 @@ def _rmsnorm(
     if ADDS:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    tl.store(out + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, normed(value, gain, eps, SIZE).to(out.dtype.element_ty), mask=inside)

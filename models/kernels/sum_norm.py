@@ -57,7 +57,7 @@ def sum_norm(ranks: Ranks, rows: int, norm: Norm, patience: int = 0) -> tuple[Te
     assert residual is not None and residual.shape == (rows, size) and residual.is_contiguous()
     assert 0 < rows <= ranks.exchanges.shape[0]
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    block = triton.next_power_of_2(size)
+    block, warps = rmsnorm.program(size)
     _sum_norm[(rows,)](
         ranks.places,
         ranks.flags,
@@ -73,7 +73,7 @@ def sum_norm(ranks: Ranks, rows: int, norm: Norm, patience: int = 0) -> tuple[Te
         BLOCK=block,
         RANK=ranks.rank,
         RANKS=ranks.places.shape[0],
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=warps,
         **overlap.launch_options(residual.device, rows),
     )
     return out, total
@@ -140,6 +140,5 @@ def _sum_norm(
         summed += tl.load(summands[rank], mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     value += tl.where((patience > 0) & (looks >= patience), float("nan"), summed)
     tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    tl.store(out + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rmsnorm.normed(value, gain, eps, SIZE).to(out.dtype.element_ty), mask=inside)
     tl.store(exchanges + row, number)

@@ -5,7 +5,7 @@ tensor parallelism column layers keep this rank's rows and RowLinear its columns
 which. With tp_size 1 every layer is whole.
 
 Every parameter carries `parts`, the checkpoint's names beside the layer that fill it (None for its own name),
-and `weight_loader(tensor, part)`, which copies this rank's share of one of them.
+and, until the model is loaded, `weight_loader(tensor, part)`, which copies this rank's share of one of them.
 """
 
 from __future__ import annotations

@@ -88,13 +88,7 @@ def install(model: nn.Module, width: int, dtype: torch.dtype, device: torch.devi
     one_shot, why = _agreed(_why_not(dtype, device), lambda: _one_shot(width, dtype, device), device)
     if one_shot is None:
         return f"NCCL's or gloo's (no one shot: {why})"
-    pair, why = _agreed(_why_no_norm(width, dtype, device), lambda: _sum_norms(width, dtype, device), device)
-    if pair is not None:
-        once, trial = pair, _NormTrial(width, dtype, device)
-        # First the ranks compile it, each in its own time: what comes of that may be wrong.
-        _, why = _agreed(None, lambda: trial.is_right(once[1], 1, 0), device)
-        _, why = _agreed(why, lambda: trial.run(once), device)
-        pair = once if why is None else None
+    pair, why = _tried_sum_norms(width, dtype, device)
     for i, layer in enumerate(layers):
         layer.one_shot = one_shot
         # By turns: until a layer writes to its place again, the other's exchange has told that its summand was read.
@@ -147,18 +141,36 @@ def _one_shot(width: int, dtype: torch.dtype, device: torch.device) -> OneShot:
 
 def _adds_up(one_shot: OneShot, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether sums are right: of one row, of many, and with other summands in the same place, which the one before must
-    have been read from by then. The summands are small integers, which every type holds."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    have been read from by then."""
     right = True
     for turn, rows in enumerate([1, 2, 64, 1, 64, 64]):
         room = one_shot.room(rows)
         if room is None:
             continue
-        index = torch.arange(rows * width, device=device).view(rows, width) % 7
-        room.copy_(index + rank + turn)
-        expected = ranks * (index + turn) + ranks * (ranks - 1) // 2
-        right &= torch.equal(one_shot.sum(room), expected.to(dtype))
+        summands = _summands(rows, width, turn, dtype, device)
+        room.copy_(summands[dist.get_rank()])
+        right &= torch.equal(one_shot.sum(room), sum(summands[1:], summands[0]))
     return right
+
+
+def _summands(rows: int, width: int, turn: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """[rows, width] of every rank: small integers, whose sums every type holds, and others in every turn."""
+    index = torch.arange(rows * width, device=device).view(rows, width) % 7
+    return [(index + rank + turn).to(dtype) for rank in range(dist.get_world_size())]
+
+
+def _tried_sum_norms(
+    width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[SumNorm, SumNorm] | None, str | None]:
+    """As _agreed() returns them."""
+    pair, why = _agreed(_why_no_norm(width, dtype, device), lambda: _sum_norms(width, dtype, device), device)
+    if pair is None:
+        return None, why
+    trial = _NormTrial(width, dtype, device)
+    # First the ranks compile it, each in its own time: what comes of that may be wrong.
+    _, why = _agreed(None, lambda: trial.is_right(pair[1], 1, 0), device)
+    _, why = _agreed(why, lambda: trial.run(pair), device)
+    return (pair if why is None else None), why
 
 
 def _why_no_norm(width: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -202,9 +214,8 @@ class _NormTrial:
     def is_right(self, sum_norm: SumNorm, rows: int, turn: int) -> bool:
         room, weight = sum_norm.room(rows), self._norm.weight
         assert room is not None
-        index = torch.arange(rows * self._width, device=weight.device).view(rows, self._width) % 7
-        summands = [(index + rank + turn).to(weight.dtype) for rank in range(dist.get_world_size())]
-        residual = (index % 3).to(weight.dtype)
+        summands = _summands(rows, self._width, turn, weight.dtype, weight.device)
+        residual = summands[0] % 3
         room.copy_(summands[dist.get_rank()])
         found = sum_norm(rows, self._norm, residual, _PATIENCE)
         total = sum(summands, residual)
