@@ -27,6 +27,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_MASK = re.compile("\ue000[0-9a-f]{17,40}\ue001")  # as _Masks makes them, and what was typed to look like one
+
 
 @dataclass(slots=True)
 class Masked:
@@ -36,10 +38,8 @@ class Masked:
     masks: dict[str, str]
 
     def unmask(self, piece: str) -> str:
-        for mask, original in self.masks.items():
-            if mask in piece:
-                piece = piece.replace(mask, original)
-        return piece
+        """The piece with every mask taken back, in one pass: there may be as many masks as pieces."""
+        return _MASK.sub(lambda match: self.masks.get(match.group(), match.group()), piece)
 
 
 Piece = Masked | list[int]
@@ -57,9 +57,13 @@ def render_chat(
     """The conversation as masked text and, in place of contents that brought ids, those ids.
 
     special finds special-token strings. variables are the template's own, such as "bos_token". Raises
-    ValueError for a malformed message or when the template refuses the conversation.
+    ValueError for a malformed message, for template_kwargs that would replace one of the variables, or when the
+    template refuses the conversation.
     """
     _check(messages)
+    for name in variables.keys() & template_kwargs.keys():
+        # Templates write these with every message: a long one would make a long prompt of a short request.
+        raise ValueError(f"the template's argument {name!r} is the model's own; leave it out")
     nonce = secrets.token_hex(8)
     masks = _Masks(nonce, special)
     tail: list[Piece] = []

@@ -5,6 +5,7 @@ A checkpoint is a .gguf file or a Hugging Face folder (config.json + *.safetenso
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from models.config import ModelConfig
 from models.gguf import GGUFError, GGUFFile
 from models.registry import GGUF_ARCHITECTURES, check_architecture
 from models.tokenizer import Tokenizer, eos_ids, read_json
+
+logger = logging.getLogger("pageturn.models")
 
 # Longest context and widest layer that are believed; a damaged header must not ask for terabytes.
 _LIMIT = 1 << 24
@@ -61,9 +64,10 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if embedding is None:
         raise GGUFError(f"{file.path}: tensor 'token_embd.weight' is missing")
     eos = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot", "eom")]
+    vocab_size = embedding.shape[0]
     return ModelConfig(
         architecture=GGUF_ARCHITECTURES[arch],
-        vocab_size=embedding.shape[0],
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=integer("feed_forward_length"),
         num_hidden_layers=integer("block_count"),
@@ -78,10 +82,18 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int, None),
-        eos_token_ids=tuple(dict.fromkeys(e for e in eos if e is not None)),
+        eos_token_ids=_known([e for e in eos if e is not None], vocab_size, file.path),
         dtype=None,
         raw={key: value for key, value in file.metadata.items() if not isinstance(value, list)},
     )
+
+
+def _known(ids: list[int], vocab_size: int, path: Path) -> tuple[int, ...]:
+    """Those that the model can give, once each: others would be banned in a row that does not have them."""
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        logger.warning("%s: end-of-sequence ids %s are none of the %d of the vocabulary", path, unknown, vocab_size)
+    return tuple(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
 
 
 def _gguf_rope(file: GGUFFile, arch: str) -> dict[str, Any] | None:
@@ -94,10 +106,11 @@ def _gguf_rope(file: GGUFFile, arch: str) -> dict[str, Any] | None:
     kind = file.get(f"{arch}.rope.scaling.type", str, "none")
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": file.get(f"{arch}.rope.scaling.factor", float, None)}
+    scaling: dict[str, Any] = {"rope_type": kind}
     for key, name in (
+        ("factor", "factor"),
         ("original_context_length", "original_max_position_embeddings"),
-        ("attn_factor", "attention_factor"),
+        ("attn_factor", "attention_multiplier"),  # of what the type has by itself, where transformers' replaces that
         ("yarn_beta_fast", "beta_fast"),
         ("yarn_beta_slow", "beta_slow"),
     ):
@@ -121,6 +134,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(f"{path}: weights quantised by {method!r} are not supported; use an unquantised model")
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    vocab_size = reader.integer("vocab_size")
     theta, scaling = _folder_rope(reader)
     generation = read_json(folder / "generation_config.json") or {}
     eos = eos_ids(raw.get("eos_token_id")) + eos_ids(generation.get("eos_token_id"))
@@ -130,7 +144,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: sliding-window attention ({raw.get('sliding_window')}) is not supported")
     return ModelConfig(
         architecture=architectures[0],
-        vocab_size=reader.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=reader.integer("intermediate_size"),
         num_hidden_layers=reader.integer("num_hidden_layers"),
@@ -146,7 +160,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         hidden_act=str(raw.get("hidden_act", "silu")),
         bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=_known(eos, vocab_size, path),
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
         raw=raw,
     )
@@ -155,9 +169,15 @@ def _folder_config(folder: Path) -> ModelConfig:
 def _folder_rope(reader: _Json) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from rope_parameters (transformers 5) or rope_theta and rope_scaling (before it)."""
     raw = reader.raw
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
+    scaling = new or old or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise CheckpointError(f"{reader.path}: rope parameters {scaling!r} are not supported; expected one flat object")
+    if isinstance(new, dict) and isinstance(old, dict) and new and old and _rope_words(new) != _rope_words(old):
+        raise CheckpointError(
+            f"{reader.path}: rope_parameters {new} and rope_scaling {old} say different things; write into "
+            "rope_parameters what is meant, rope_theta with it, and take rope_scaling out"
+        )
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     partial = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
@@ -170,6 +190,13 @@ def _folder_rope(reader: _Json) -> tuple[float, dict[str, Any] | None]:
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     return theta, {**scaling, "rope_type": kind}
+
+
+def _rope_words(scaling: dict[str, Any]) -> dict[str, Any]:
+    """What it says beside the base, which may stand elsewhere, in one spelling."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    words = {key: value for key, value in scaling.items() if key not in ("rope_theta", "type") and value is not None}
+    return words | {"rope_type": kind}
 
 
 class _Json:

@@ -105,7 +105,9 @@ class LlamaDecoderLayer(nn.Module):
         qkv, residual = self.input_layernorm.into(self.self_attn.qkv_proj, x, residual)
         attended = self.self_attn(qkv, rope, batch)
         if rows is not None:
-            attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+            # In this order: the projection may begin to read the residual while the kernel just before it still runs.
+            residual = residual.index_select(0, rows)
+            attended = attended.index_select(0, rows)
         norm, attention = self.post_attention_layernorm, self.self_attn
         x = attention.all_reduce(attention.o_proj, attended, norm, residual)
         gated, residual = norm.into(self.mlp.gate_up_proj, x, residual)
@@ -130,7 +132,8 @@ class LlamaModel(nn.Module):
         for layer, following in pairwise(self.layers):
             x, residual = layer(x, residual, rope, batch, next_norm=following.input_layernorm)
         # Past the last layer's attention only the rows that are sampled from matter: of a prompt, one.
-        rows = batch.logits_indices if batch.logits_indices.shape[0] < batch.input_ids.shape[0] else None
+        # (Of padded rows there may be as many as tokens: only decodes alone are in their order.)
+        rows = batch.logits_indices if batch.num_decodes < batch.input_ids.shape[0] else None
         x, residual = self.layers[-1](x, residual, rope, batch, rows)
         assert isinstance(x, Tensor)  # no norm was named that could have begun
         return self.norm.add_and_norm(x, residual)[0] if residual is not None else self.norm(x)

@@ -73,16 +73,19 @@ def _fill(model: nn.Module, weights: Weights, path: Path, tied: bool, progress: 
     """Hands every weight to the parameter that wants it and checks that none is missing or left over."""
     wanted = _wanted(model)
     leftover: list[str] = []
+    own_head: Tensor | None = None  # beside embeddings that are tied to the head
     progress("loading weights", 0.0)
     for name, read, done in weights:
         load = wanted.pop(name, None)
-        if load is not None:
-            try:
+        try:
+            if load is not None:
                 load(read())
-            except ValueError as error:
-                raise WeightsError(f"{path}: weight {name}: {error}") from error
-        elif not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-            leftover.append(name)
+            elif tied and name == "lm_head.weight":
+                own_head = _as_loaded(model.get_parameter("model.embed_tokens.weight"), read())
+            elif not name.endswith("rotary_emb.inv_freq"):
+                leftover.append(name)
+        except ValueError as error:
+            raise WeightsError(f"{path}: weight {name}: {error}") from error
         progress("loading weights", 100.0 * done)
     problems = [
         f"{len(names)} {what}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
@@ -94,6 +97,20 @@ def _fill(model: nn.Module, weights: Weights, path: Path, tied: bool, progress: 
             f"{path}: the weights do not fit {type(model).__name__}: {'; '.join(problems)}. "
             "The checkpoint is incomplete or of another architecture."
         )
+    if own_head is not None and not torch.equal(own_head, model.get_parameter("model.embed_tokens.weight")):
+        raise WeightsError(
+            f"{path}: config.json ties the head to the embeddings, but lm_head.weight is another matrix: set "
+            "tie_word_embeddings to false to use it, or take it out of the weights"
+        )
+
+
+def _as_loaded(parameter: nn.Parameter, weight: Weight) -> Tensor:
+    """What the weight would be in the parameter, which stays as it is."""
+    before = parameter.detach().clone()
+    parameter.weight_loader(weight, None)  # type: ignore[attr-defined]
+    loaded = parameter.detach().clone()
+    parameter.detach().copy_(before)
+    return loaded
 
 
 def count_parameters(config: ModelConfig) -> int:

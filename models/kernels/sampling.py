@@ -57,7 +57,7 @@ def sample(
     logits      [R, V] of any floating type, last dimension contiguous
     rows        int64 [R], which rows of the settings
     positions   int64 [R], the index in the sequence of the token to be drawn
-    token_hash  int32 [V], the low 32 bits of mix64(token id)
+    token_hash  int32 [V], the token ids' hashes (engine.noise), all different
     input_ids   int64 [R], the token before it. Given, bias and penalties apply, and it is added to the counts where it
                 is output; None: the logits have them already
     truncates   False: no row of the step is truncated

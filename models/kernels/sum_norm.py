@@ -5,11 +5,12 @@ starts when the product has ended, waits until all ranks have come that far and 
 kernel behind it starts when that has ended. Here programs start early (see overlap.py), have the residual and the
 norm's weight by then, and wait once.
 
-A program takes a row. It tells every other rank's program of that row that this rank's summand is there, by the number
-of exchanges it has had so far, waits to be told as much, and adds up all ranks' summands in their order: what is
-replicated stays equal in every bit. Nobody is told that a summand has been read. So before a product writes to the same
-place again, there must have been another exchange in which every rank heard of every other: of two places each is
-used in turn.
+A program takes a row, or one row after the other where there are more than programs that surely run at once: one that
+waits must not keep that from starting which it waits for, in whatever order a card starts them. It tells every other
+rank's program of that row that this rank's summand is there, by the number of exchanges it has had so far, waits to be
+told as much, and adds up all ranks' summands in their order: what is replicated stays equal in every bit. Nobody is
+told that a summand has been read. So before a product writes to the same place again, there must have been another
+exchange in which every rank heard of every other: of two places each is used in turn.
 """
 
 # How a kernel is launched is beyond the type checker.
@@ -17,6 +18,7 @@ used in turn.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +60,8 @@ def sum_norm(ranks: Ranks, rows: int, norm: Norm, patience: int = 0) -> tuple[Te
     assert 0 < rows <= ranks.exchanges.shape[0]
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     block, warps = rmsnorm.program(size)
-    _sum_norm[(rows,)](
+    at_once = _at_once(residual.device, warps)
+    _sum_norm[(min(rows, at_once),)](
         ranks.places,
         ranks.flags,
         ranks.told,
@@ -69,6 +72,8 @@ def sum_norm(ranks: Ranks, rows: int, norm: Norm, patience: int = 0) -> tuple[Te
         total,
         norm.eps,
         patience,
+        rows,
+        LOOP=rows > at_once,
         SIZE=size,
         BLOCK=block,
         RANK=ranks.rank,
@@ -79,6 +84,15 @@ def sum_norm(ranks: Ranks, rows: int, norm: Norm, patience: int = 0) -> tuple[Te
     return out, total
 
 
+@functools.cache
+def _at_once(device: torch.device, warps: int) -> int:
+    """How many programs surely run at once: a quarter of the threads that a multiprocessor can have."""
+    if device.type != "cuda":  # the interpreter's run one after the other
+        return 2**20
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors * max(1, 512 // (32 * warps))
+
+
 def reference(summands: list[Tensor], norm: Norm) -> tuple[Tensor, Tensor]:
     """summands: [rows, N] each, by rank."""
     total = sum((summand.float() for summand in summands[1:]), summands[0].float())
@@ -87,8 +101,41 @@ def reference(summands: list[Tensor], norm: Norm) -> tuple[Tensor, Tensor]:
     return normed.to(norm.weight.dtype), total.to(norm.weight.dtype)
 
 
-@triton.jit(do_not_specialize=["patience"])
+@triton.jit(do_not_specialize=["patience", "rows"])
 def _sum_norm(
+    places,
+    flags,
+    told,
+    exchanges,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    patience,
+    rows,
+    LOOP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if LOOP:
+        # No "for", whose loads may be moved ahead, to where nobody has waited.
+        while row < rows:
+            _row(row, places, flags, told, exchanges, residual, weight, out, total, eps, patience,
+                 SIZE, BLOCK, RANK, RANKS, OVERLAP)  # fmt: skip
+            row += tl.num_programs(0)
+    else:
+        _row(row, places, flags, told, exchanges, residual, weight, out, total, eps, patience,
+             SIZE, BLOCK, RANK, RANKS, OVERLAP)  # fmt: skip
+
+
+@triton.jit
+def _row(
+    row,
     places,
     flags,
     told,
@@ -105,7 +152,6 @@ def _sum_norm(
     RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     at = row.to(tl.int64) * SIZE + column

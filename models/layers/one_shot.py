@@ -35,8 +35,10 @@ T = TypeVar("T")
 # Bytes of the largest message, by the number of ranks: every rank reads all of every other one's.
 _MOST_BYTES = {2: 2**20, 3: 2**19, 4: 2**19}
 _MOST_BYTES_OF_MANY = 2**18
+# Likewise with a norm. Of two ranks each reads no more than a ring would pass it, and the norm comes for nothing.
+_MOST_NORMED_BYTES = _MOST_BYTES | {2: 2**24}
 _ALIGNMENT = 16  # bytes that the kernels move at once
-_MOST_NORMED_ROWS = 512  # each of which tells the other ranks by itself
+_MOST_NORMED_ROWS = 8192  # each of which tells the other ranks by itself
 _PATIENCE = 5_000_000  # looks at what another rank tells, in a trial: some seconds
 
 
@@ -131,7 +133,7 @@ def _why_not(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def _one_shot(width: int, dtype: torch.dtype, device: torch.device) -> OneShot:
-    size = _most_bytes() // dtype.itemsize
+    size = _most_bytes(_MOST_BYTES) // dtype.itemsize
     buffer, _ = _shared(size, dtype, device)
     one_shot = OneShot(buffer, width, _group().group_name)
     if not _adds_up(one_shot, width, dtype, device):
@@ -184,7 +186,7 @@ def _sum_norms(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Su
     """Two that share their flags, and have places of their own."""
     kernel = kernels.load("sum_norm", device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    rows = min(_MOST_NORMED_ROWS, _most_bytes() // (width * dtype.itemsize))
+    rows = min(_MOST_NORMED_ROWS, _most_bytes(_MOST_NORMED_BYTES) // (width * dtype.itemsize))
     told, flags = _shared(rows * num_ranks, torch.int32, device)
     told.zero_()
     exchanges = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -205,7 +207,7 @@ class _NormTrial:
 
     def run(self, pair: tuple[SumNorm, SumNorm]) -> None:
         right = True
-        for turn, rows in enumerate([1, 2, 64, 1, 64, 64, 64]):
+        for turn, rows in enumerate([1, 2, 64, 1, 64, 64, 64, 300, 300, 1100]):
             if pair[turn % 2].room(rows) is not None:
                 right &= self.is_right(pair[turn % 2], rows, turn)
         if not right:
@@ -223,8 +225,8 @@ class _NormTrial:
         return torch.equal(found.total, total) and torch.allclose(found.normed, normed, rtol=0.02)
 
 
-def _most_bytes() -> int:
-    return _MOST_BYTES.get(dist.get_world_size(), _MOST_BYTES_OF_MANY)
+def _most_bytes(by_ranks: dict[int, int]) -> int:
+    return by_ranks.get(dist.get_world_size(), _MOST_BYTES_OF_MANY)
 
 
 def _group() -> dist.ProcessGroup:

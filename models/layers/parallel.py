@@ -88,8 +88,19 @@ class GatherVocab(Collective):
         if out is None:
             return torch.cat(shards, dim=1)[:, : self.vocab_size]
         for shard, place in zip(shards, out.split(self.shard_size, dim=1), strict=False):  # of few ids some have none
-            place.copy_(shard[:, : place.shape[1]])
+            _copy_rows(shard[:, : place.shape[1]], place)
         return out
+
+
+def _copy_rows(source: Tensor, place: Tensor) -> None:
+    """place.copy_(source), of rows that stand apart from each other: PyTorch copies those element by
+    element, so they go as wide elements where they are made of such."""
+    width = torch.complex128.itemsize // source.itemsize
+    parts = [(x.stride(0), x.storage_offset(), x.shape[1], x.data_ptr() // source.itemsize) for x in (source, place)]
+    is_wide = source.stride(1) == place.stride(1) == 1 and not any(part % width for x in parts for part in x)
+    if is_wide and source.dtype == place.dtype:
+        source, place = source.view(torch.complex128), place.view(torch.complex128)
+    place.copy_(source)
 
 
 def broadcast_from_first(x: Tensor) -> None:

@@ -86,12 +86,12 @@ def _default(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _linear(config: ModelConfig) -> tuple[Tensor, float]:
-    return _inverse(config, config.rope_theta) / _scaling(config)["factor"], 1.0
+    return _inverse(config, config.rope_theta) / _factor(config), 1.0
 
 
 def _dynamic(config: ModelConfig, length: int = 0) -> tuple[Tensor, float]:
     """NTK-aware scaling by the current length; no effect up to max_position_embeddings."""
-    trained, dim, factor = config.max_position_embeddings, config.head_dim, _scaling(config)["factor"]
+    trained, dim, factor = config.max_position_embeddings, config.head_dim, _factor(config)
     stretch = factor * max(length, trained) / trained - (factor - 1)
     return _inverse(config, config.rope_theta * stretch ** (dim / (dim - 2))), 1.0
 
@@ -99,7 +99,7 @@ def _dynamic(config: ModelConfig, length: int = 0) -> tuple[Tensor, float]:
 def _llama3(config: ModelConfig) -> tuple[Tensor, float]:
     """Llama 3.1: long wavelengths divided by factor, short ones kept, a smooth step between."""
     scaling = _scaling(config)
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factor, low, high = _factor(config), scaling["low_freq_factor"], scaling["high_freq_factor"]
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     inv_freq = _inverse(config, config.rope_theta)
     wavelength = 2 * math.pi / inv_freq
@@ -130,6 +130,7 @@ def _yarn(config: ModelConfig) -> tuple[Tensor, float]:
     high = high + 0.001 if low == high else high
     kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     frequency = base ** (torch.arange(0, dim, 2).float() / dim)
+    attention *= scaling.get("attention_multiplier", 1.0)
     return 1.0 / (factor * frequency) * (1 - kept) + 1.0 / frequency * kept, float(attention)
 
 
@@ -141,6 +142,12 @@ def _factors(config: ModelConfig) -> tuple[Tensor, float]:
     """A divisor per frequency, as GGUF files store llama3's scaling (tensor rope_freqs.weight)."""
     divisors = torch.tensor(_scaling(config)["factors"], dtype=torch.float32)
     return _inverse(config, config.rope_theta) / divisors, 1.0
+
+
+def _factor(config: ModelConfig) -> float:
+    if (factor := _scaling(config).get("factor")) is None:
+        raise KeyError("factor")
+    return factor
 
 
 def _scaling(config: ModelConfig) -> dict[str, Any]:

@@ -41,9 +41,13 @@ def norm_of(rows: int, width: int, dtype: torch.dtype) -> Norm:
 
 
 @in_all_types
+@pytest.mark.parametrize("at_once", [2**20, 2], ids=["a row each", "row after row"])
 @pytest.mark.parametrize("first", [0, 2**31 - 3], ids=["new", "wrapping around"])
 @pytest.mark.parametrize(("size", "width"), [(2, 1024), (3, 576), (4, 8)])
-def test_every_rank_has_the_same_sum_and_its_norm(size: int, width: int, first: int, dtype: torch.dtype) -> None:
+def test_every_rank_has_the_same_sum_and_its_norm(
+    size: int, width: int, first: int, at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sum_norm, "_at_once", lambda device, warps: at_once)
     torch.manual_seed(size)
     group = Group(size, width, dtype, first)
     for rows in (1, 7, 2, MOST_ROWS):
@@ -82,9 +86,13 @@ def test_a_wait_in_vain_ends_when_patience_does(dtype: torch.dtype) -> None:
 
 @in_all_types
 @pytest.mark.skipif(not ON_CARD, reason="the interpreter runs one kernel after the other")
+@pytest.mark.parametrize("at_once", [2**20, 2], ids=["a row each", "row after row"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_run_at_once_wait_for_each_other(size: int, dtype: torch.dtype) -> None:
+def test_ranks_that_run_at_once_wait_for_each_other(
+    size: int, at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On streams of one card. Places are used by turns: a summand is written anew right after the other exchange."""
+    monkeypatch.setattr(sum_norm, "_at_once", lambda device, warps: at_once)
     torch.manual_seed(17)
     width, rounds, rows = 1024, 200, MOST_ROWS
     groups = [Group(size, width, dtype) for _ in range(2)]

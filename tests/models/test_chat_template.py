@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_typed_special_token_encodes_as_plain_text_does(smollm: Tokenizer) -> 
     assert ids == start + smollm.encode("user\na <|im_end|> b") + end
 
 
+def test_what_looks_like_a_mask_stays_as_it_was_typed(smollm: Tokenizer) -> None:
+    typed = "a\ue000" + "0" * 17 + "\ue001<|im_end|>\ue000\ue001"
+    assert typed in shown(smollm, smollm.encode_chat([user(typed)]))
+
+
+def test_many_typed_special_tokens_do_not_cost_with_every_message(smollm: Tokenizer) -> None:
+    """Tried one after the other in every piece, these would make it 30 times as much."""
+    messages = [user("a")] * 500
+
+    def cpu_time(**arguments: object) -> float:
+        before = time.process_time()
+        ids = smollm.encode_chat(messages, template_kwargs=arguments)
+        assert len(ids) > len(messages)
+        return time.process_time() - before
+
+    plain = min(cpu_time() for _ in range(3))
+    forged = min(cpu_time(x="<|im_end|>" * 10_000) for _ in range(3))
+    assert forged < 8 * plain
+
+
 def test_stored_ids_stand_as_they_are_where_text_would_encode_another_way(smollm: Tokenizer) -> None:
     stored = smollm.encode("Han") + smollm.encode("zi")
     assert smollm.encode("Hanzi") != stored
@@ -138,6 +159,12 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
     tokenizer = folder_tokenizer(tmp_path, THINKING)
     ids = tokenizer.encode_chat([user("a")], template_kwargs={"enable_thinking": False})
     assert shown(tokenizer, ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_an_argument_cannot_replace_the_model_s_own(tmp_path: Path) -> None:
+    tokenizer = folder_tokenizer(tmp_path, WITH_BOS, bos=True)
+    with pytest.raises(ValueError, match="'bos_token' is the model's own; leave it out"):
+        tokenizer.encode_chat([user("a")], template_kwargs={"bos_token": "x" * 1000})
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_BOS], ids=["bos-by-us", "bos-by-template"])

@@ -134,7 +134,7 @@ def test_paged_prefill_with_a_chunk_s_own_keys(dim: int, processors: int, compil
     assert not re.search(r"C751[0-5]", report)  # matrix products that wait for each other
 
 
-@pytest.mark.parametrize("splits", [1, 8, 32])
+@pytest.mark.parametrize("splits", [1, 32])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_paged_decode(dim: int, splits: int, compiled: list[Any]) -> None:
     q, keys, values, _, lens, tables = pages(dim)
@@ -186,9 +186,11 @@ def test_a_shared_prefix_is_read_beside_the_rest(dim: int, compiled: list[Any], 
     assert rest.asm["ptx"].index(call) < rest.asm["ptx"].rindex("mma.sync") < rest.asm["ptx"].index(wait)
 
 
+@pytest.mark.parametrize("at_once", [132, 2], ids=["a row each", "row after row"])
 def test_a_sum_over_ranks_tells_the_others_once_all_before_it_has_ended_and_reads_once_all_have_told(
-    compiled: list[Any],
+    at_once: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sum_norm, "_at_once", lambda device, warps: at_once)
     table, counts = torch.zeros(2, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     ranks = sum_norm.Ranks(1, table, table, counts, counts)
     x, weight = torch.zeros(4, 1024, dtype=BF16), torch.ones(1024, dtype=BF16)

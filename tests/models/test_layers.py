@@ -100,9 +100,9 @@ def test_qkv_shards_give_every_rank_its_heads(heads: int, kv_heads: int, size: i
 def test_row_and_merged_shards_sum_to_the_whole_with_one_bias(size: int) -> None:
     hidden, inner = 12, 16
     gate, up, down, bias = (
-        torch.randn(inner, hidden),
-        torch.randn(inner, hidden),
-        torch.randn(hidden, inner),
+        torch.randn(inner, hidden) / hidden**0.5,
+        torch.randn(inner, hidden) / hidden**0.5,
+        torch.randn(hidden, inner) / inner**0.5,
         torch.randn(hidden),
     )
     x = torch.randn(5, hidden)
@@ -149,6 +149,12 @@ def test_an_unknown_rope_type_is_refused_by_name(kind: str) -> None:
 def test_a_rope_type_without_its_parameter_names_it() -> None:
     with pytest.raises(ValueError, match="'low_freq_factor'"):
         rope_frequencies(config(rope_scaling={"rope_type": "llama3", "factor": 2.0}))
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+def test_a_factor_that_is_null_is_one_that_is_missing(kind: str) -> None:
+    with pytest.raises(ValueError, match="needs 'factor'"):
+        rope_frequencies(config(rope_scaling={"rope_type": kind, "factor": None, "low_freq_factor": 1.0}))
 
 
 def test_frequency_factors_divide_the_frequencies() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import CheckpointError
 from models.gguf import GGUFError, GGUFFile
+from models.layers.rotary import rope_frequencies
 from models.loader import WeightsError, count_parameters, load_model, read_config
 from models.registry import get_model_class
 from models.stored import StoredTensor
@@ -94,6 +96,29 @@ def test_a_head_stored_beside_tied_embeddings_is_not_left_over(folder: Path) -> 
     load(folder)
 
 
+@pytest.mark.parametrize("place", [{}, {"tp_rank": 0, "tp_size": 2}, {"tp_rank": 1, "tp_size": 2}])
+@pytest.mark.parametrize("first", ["head", "embedding"])
+def test_a_head_of_its_own_beside_tied_embeddings_is_refused_with_what_to_do(
+    folder: Path, place: dict[str, int], first: str
+) -> None:
+    """transformers computes with that head, and would say other things."""
+
+    def add_head(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["lm_head.weight"][-1, 5] += 1
+
+    edit_weights(folder, add_head)
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights, key=lambda name: name == ("lm_head.weight", "model.embed_tokens.weight")[first == "head"])
+    (folder / "model.safetensors").unlink()
+    for i, name in enumerate(names):
+        save_file({name: weights[name]}, folder / f"{i:03}.safetensors")
+    index = {"weight_map": {name: f"{i:03}.safetensors" for i, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is another matrix: set tie_word_embeddings to false"):
+        load(folder, **place)
+
+
 def test_an_untied_model_without_a_head_says_so(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
     with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
@@ -171,6 +196,15 @@ def test_every_eos_of_config_and_generation_config_counts(folder: Path) -> None:
     assert read_config(folder).eos_token_ids == (7, 8, 9)
 
 
+def test_an_eos_that_is_no_token_of_the_model_is_left_out_and_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be drawn; to forbid it, as min_tokens does, would be a fault of the step."""
+    edit_config(folder, eos_token_id=[-1, 2, 512])
+    assert read_config(folder).eos_token_ids == (2,)
+    assert "[-1, 512]" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -184,6 +218,7 @@ def test_every_eos_of_config_and_generation_config_counts(folder: Path) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_scaling .*'yarn'.* say different things"),
     ],
 )
 def test_a_configuration_that_is_not_supported_is_refused_by_name(folder: Path, change: dict, named: str) -> None:
@@ -288,6 +323,27 @@ def test_rope_factors_in_a_gguf_become_part_of_the_configuration(
     config = read_config(path)
     assert config.rope_scaling == {"rope_type": "frequency_factors", "factors": [float(i) for i in range(1, 9)]}
     load_model(path, config)
+
+
+def test_a_gguf_s_attention_factor_multiplies_what_yarn_has_by_itself(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """As in llama.cpp; of transformers' attention_factor 1.0 would switch that off."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(folder_to_gguf(tiny_qwen3, "qwen3", False))
+    file = GGUFFile(path)
+    tensors = {n: (0, t.shape, file.raw(n).tobytes()) for n, t in file.tensors.items()}
+    kinds = {str: "str", int: "u32", float: "f32"}
+    metadata = {key: (kinds[type(value)], value) for key, value in file.metadata.items()}
+    by_factor = {}
+    for factor in (None, 1.0, 2.0):
+        scaling = {"type": ("str", "yarn"), "factor": ("f32", 4.0), "original_context_length": ("u32", 128)}
+        if factor is not None:
+            scaling["attn_factor"] = ("f32", factor)
+        path.write_bytes(
+            gguf(metadata | {f"qwen3.rope.scaling.{key}": value for key, value in scaling.items()}, tensors)
+        )
+        by_factor[factor] = rope_frequencies(read_config(path))[1]
+    assert by_factor[None] == by_factor[1.0] == pytest.approx(1 + 0.1 * math.log(4))
+    assert by_factor[2.0] == 2 * by_factor[1.0]
 
 
 def test_a_gguf_of_another_architecture_is_refused_by_name(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_layers_take_their_places_for_sums_with_norms_by_turns(
     first, second, third, fourth = (layer.sum_norm for layer in layers)
     assert first is third and second is fourth and first is not second
     assert first.room(3).data_ptr() == places[0].data_ptr() and second.room(3).data_ptr() == places[1].data_ptr()
-    assert first.room(512) is not None and first.room(513) is None
+    assert first.room(8192) is not None and first.room(8193) is None
 
 
 def test_a_norm_behind_a_small_sum_is_taken_with_it(library: list[tuple[int, ...]]) -> None:
