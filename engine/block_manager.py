@@ -188,6 +188,8 @@ class BlockManager:
 
     def release(self, seq: Sequence) -> None:
         """Take back every block of seq, tail first; full ones stay findable until they are evicted."""
+        if not seq.num_output_tokens:
+            self._doubtful.update(seq.block_table)  # nobody has seen logits that tell whether all in there is finite
         unused = self._records.let_go(seq.block_table[::-1])
         contents = self._index.contents
         filled = [block for block in unused if contents[block] is not None]

@@ -24,10 +24,11 @@ class Collector:
         self._blocks = scheduler.blocks
         self._requests = requests
 
-    def apply(self, plan: StepPlan, token_ids: list[int], handle: StepHandle) -> list[StepOutput]:
+    def apply(self, plan: StepPlan, token_ids: list[int], handle: StepHandle) -> tuple[list[StepOutput], int]:
         """Append what was sampled (token_ids, in the plan's order), index the blocks that were filled, end what is
-        done; returns an output for each sequence that is still there."""
+        done; returns an output for each sequence that is still there, and how many of the tokens were dropped."""
         outputs: list[StepOutput] = []
+        dropped = 0
         sampled = iter(token_ids)
         now = time.perf_counter()
         for seq, logprobs in handle.prompt_logprobs:
@@ -39,6 +40,7 @@ class Collector:
             if item.is_stale:  # ended meanwhile, by a stop, an abort or another beam of its search; or preempted
                 if item.samples:
                     next(sampled)
+                    dropped += 1
                 continue
             seq.num_computed_tokens = end
             if not item.samples:
@@ -56,6 +58,7 @@ class Collector:
                     self._requests.finish(one, "error", "the model produced logits that are not finite", outputs)
                 for _ in seq.drawn[1:]:  # drawn from the same logits
                     next(sampled)
+                dropped += len(seq.drawn)
                 continue
             if item.num_tokens > 1 or end % block_size == 0:  # a decode fills a block once in block_size steps
                 self._blocks.index_full_blocks(seq)
@@ -68,7 +71,7 @@ class Collector:
             self._take(seq, token, handle, now, outputs)
             for fork in forks:
                 self._take(fork, next(sampled), handle, now, outputs)
-        return outputs
+        return outputs, dropped
 
     def _take(self, seq: Sequence, token: int, handle: StepHandle, now: float, outputs: list[StepOutput]) -> None:
         seq.token_ids.append(token)

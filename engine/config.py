@@ -79,10 +79,8 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.kvcache_block_size is not None:
             _at_least("kvcache_block_size", self.kvcache_block_size, 1, MAX_BLOCK_SIZE)
-        if self.num_kvcache_blocks == 0:
-            raise ValueError("num_kvcache_blocks=0 must be at least 1, or -1 to size the pool by memory")
         if self.num_kvcache_blocks != -1:
-            _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1)
+            _at_least("num_kvcache_blocks", self.num_kvcache_blocks, 1, or_else=", or -1 to size the pool by memory")
         if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} must be above 0 and at most 1"
@@ -115,7 +113,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={shown(value)} must be one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: object, low: int, high: int | None = None) -> None:
+def _at_least(name: str, value: object, low: int, high: int | None = None, *, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         wanted = f"of at least {low}" + ("" if high is None else f" and at most {high:,}")
-        raise ValueError(f"{name}={shown(value)} must be an integer {wanted}")
+        raise ValueError(f"{name}={shown(value)} must be an integer {wanted}{or_else}")

@@ -81,7 +81,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was still held back, for a request that ended without a stop string; "" after one."""
-        if self.stopped is not None:
+        if self.stopped is not None or not self._ends:  # nothing was pushed: what is held back is the prompt's
             return ""
         rest = self._decoder.finish()
         if rest:

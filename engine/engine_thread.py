@@ -286,7 +286,10 @@ class EngineThread:
 
     def _tell_of_death(self) -> None:
         if self.on_death is not None and not self._stopping:
-            self.on_death()
+            try:
+                self.on_death()
+            except Exception:
+                logger.exception("what is to be told of the engine's end could not be")
 
     def _loop(self, engine: LLMEngine) -> None:
         device = str(engine.device.device).partition(":")[0]
@@ -344,6 +347,10 @@ class EngineThread:
             raise EngineError("shut down while loading")
 
     # -- submission -----------------------------------------------------------------------------------
+
+    def check_ready(self) -> None:
+        """Raise what submit() would, where no request can be taken now."""
+        self._ready_engine()
 
     def _ready_engine(self) -> LLMEngine:
         if self._error is not None:

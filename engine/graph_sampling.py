@@ -98,7 +98,7 @@ def _biases(seq: Sequence) -> list[tuple[int, float, int]]:
     if drawn_from < _NEVER:
         biases = [(token, value, _ALWAYS) for token, value in (seq.params.logit_bias or {}).items()]
     if seq.params.min_tokens and not drawn_from:
-        biases += [(token, -np.inf, seq.num_prompt_tokens + seq.params.min_tokens) for token in seq.stop_ids]
+        biases += [(token, -np.inf, seq.num_prompt_tokens + _min_tokens(seq)) for token in seq.stop_ids]
     return biases
 
 
@@ -108,7 +108,12 @@ def _find_drawn_from(seq: Sequence) -> int:
     too_long = params.has_penalties and seq.max_tokens > MAX_COUNT
     if seq.num_logprobs is not None or too_long or num_biases > MAX_BIASES:
         return _NEVER
-    return 0 if num_biases + num_banned <= MAX_BIASES else seq.num_prompt_tokens + params.min_tokens
+    return 0 if num_biases + num_banned <= MAX_BIASES else seq.num_prompt_tokens + _min_tokens(seq)
+
+
+def _min_tokens(seq: Sequence) -> int:
+    """Which may be any number; the sequence ends in its context all the same."""
+    return min(seq.params.min_tokens, seq.max_tokens)
 
 
 def _send(target: Tensor, values: np.ndarray) -> None:

@@ -25,6 +25,7 @@ class LiveRequests:
     def __init__(self, scheduler: Scheduler, runner: Runner, stats: EngineStats, events: EventLog) -> None:
         self.live: dict[int, Sequence] = {}
         self.forks: dict[int, list[Sequence]] = {}
+        self._written: dict[int, int] = {}  # by such a request, output tokens of its continuations that have ended
         self._scheduler = scheduler
         self.runner = runner
         self._stats = stats
@@ -122,8 +123,11 @@ class LiveRequests:
         if others is not None:
             others.remove(seq)
             if others:
+                if not seq.beam:
+                    self._written[seq.request_id] = self._written.get(seq.request_id, 0) + seq.num_output_tokens
                 return
             del self.forks[seq.request_id]
         del self.live[seq.request_id]
         kind = seq.finish_reason if seq.finish_reason in ("abort", "error") else "finish"
-        self._events.add(kind, seq.owner, seq.request_id, seq.num_output_tokens, seq.error or "")
+        written = self._written.pop(seq.request_id, 0) + seq.num_output_tokens
+        self._events.add(kind, seq.owner, seq.request_id, written, seq.error or "")

@@ -14,7 +14,7 @@ from engine.async_engine import AsyncLLMEngine
 from engine.config import EngineConfig
 from engine.heap import rare_collections
 from engine.llm_engine import LLMEngine
-from engine.many_outputs import BeamState, ForkedState, open_state
+from engine.many_outputs import BeamState, ForkedState, feed, open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestOutput, RequestPriority
 from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -196,10 +196,8 @@ class LLM:
             if stream is None:
                 # The engine's last word on a request that a stop string has ended.
                 continue
-            if stream.feed(step) is None:  # likewise on one of its continuations
+            if feed(stream, step, self.engine.abort) is None:  # likewise on one of its continuations
                 continue
-            if stream.stopped_by_text:
-                self.engine.abort(step.request_id, "stop", step.index)
             if stream.finished:
                 del self._streams[step.request_id]
             advanced[step.request_id] = stream
@@ -254,6 +252,7 @@ class AsyncLLM:
         cache_salt: str = "",
     ) -> RequestOutput:
         """Answer a conversation of {"role", "content"} messages through the model's chat template."""
+        self.engine.thread.check_ready()
         prompt = _encode_chat(self.tokenizer, messages)
         origin = {"owner": owner, "turn": turn, "cache_salt": cache_salt}
         return await self.generate(prompt, sampling_params, priority, **origin)

@@ -28,7 +28,7 @@ from engine.collector import Collector
 from engine.config import EngineConfig
 from engine.events import EventLog
 from engine.explain import Explanation, explain
-from engine.faults import root_cause
+from engine.faults import is_out_of_memory, root_cause
 from engine.live_requests import LiveRequests
 from engine.loading import EngineParts, Progress, load_parts
 from engine.noise import fork_seed
@@ -40,7 +40,7 @@ from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence
 from engine.shown import shown
-from engine.stats import EngineStats
+from engine.stats import EngineStats, min_prefill_sample
 from engine.step_budget import StepBudget
 from engine.tensor_parallel import RanksLost
 
@@ -86,7 +86,8 @@ class LLMEngine:
         self._budget = StepBudget(parts.max_num_batched_tokens) if parts.adaptive_budget else None
         if self._budget is not None:
             self.scheduler.token_budget = self._budget.tokens
-        self.stats = EngineStats(parts.prefill_rate)
+        longest = min(parts.max_num_batched_tokens, parts.max_model_len)
+        self.stats = EngineStats(parts.prefill_rate, min_prefill_sample(self.device.device.type, longest))
         self.requests = LiveRequests(self.scheduler, self.runner, self.stats, self.events)
         self._collector = Collector(self.scheduler, self.requests)
         self._ids = itertools.count(1)
@@ -250,7 +251,11 @@ class LLMEngine:
             if self._ranks_just_lost:
                 raise  # twice, and no step done in between: the cause lies in what is computed
             self._ranks_just_lost = True
-            self._start_over(loss)
+            try:
+                self._start_over(loss)
+            except BaseException:
+                self._ranks_just_lost = False  # the next step starts them
+                raise
             return []
         except BaseException:
             # Ctrl-C lands here: the same tokens are planned again, and what ended meanwhile is still to be told.
@@ -270,10 +275,11 @@ class LLMEngine:
                 self.requests.finish(one, "error", cause, outputs)
         prefill = decodes = sampled = 0
         for part, token_ids, handle in outcome.done:
-            outputs.extend(self._collector.apply(part, token_ids, handle))
+            told, dropped = self._collector.apply(part, token_ids, handle)
+            outputs.extend(told)
             decodes += part.num_decodes
             prefill += part.num_tokens - part.num_decodes
-            sampled += len(token_ids)
+            sampled += len(token_ids) - dropped
         seconds = time.perf_counter() - started
         self.stats.record_step(prefill, sampled, decodes, seconds)
         if self._budget is not None and len(outcome.done) == 1:  # a step that broke up says nothing of the rate
@@ -356,6 +362,15 @@ class LLMEngine:
 
     def _prepare_blocks(self) -> None:
         """What the planning left to be done in the pool before the plan's step writes there."""
+        try:
+            self._scrub_and_copy()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.runner.release_buffers()
+            self._scrub_and_copy()
+
+    def _scrub_and_copy(self) -> None:
         if self.blocks.doubtful_in_use:
             self.runner.scrub(self.blocks.doubtful_in_use)
             self.blocks.doubtful_in_use.clear()

@@ -31,6 +31,8 @@ CUDA_STEP_TOKENS = 8192
 
 Progress = Callable[[str, float], None]
 
+_MOST_CACHED_BLOCKS = 2**16  # where fewer would do for all that runs
+
 
 class Runner(Protocol):
     """What LLMEngine asks of a ModelRunner. One that runs on ranks may raise RanksLost from launch and collect.
@@ -97,7 +99,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     if config.tensor_parallel_size > 1:
         runner = ranks = TensorParallelRunner(config, path, model_config, device, limits=limits, progress=progress)
         num_blocks = ranks.num_blocks
-        num_parameters, prefill_rate = count_parameters(model_config), 0.0
+        num_parameters = count_parameters(model_config)
     else:
         runner = ModelRunner(
             path, model_config, device, **limits, enforce_eager=config.enforce_eager, progress=progress
@@ -106,7 +108,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         runner.allocate_kv_cache(num_blocks)
         runner.warm_up(progress)
         runner.capture_graphs(progress)
-        num_parameters, prefill_rate = runner.model.num_parameters, runner.prefill_rate
+        num_parameters = runner.model.num_parameters
     element = torch.empty((), dtype=device.dtype).element_size()
     size = num_blocks * device.block_size * model_config.kv_bytes_per_token(element) / 2**20
     logger.info(
@@ -128,7 +130,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
         max_num_batched_tokens=step_tokens,
         adaptive_budget=on_cpu and config.max_num_batched_tokens is None,
         ranks=ranks,
-        prefill_rate=prefill_rate,
+        prefill_rate=runner.prefill_rate,
     )
 
 
@@ -144,8 +146,8 @@ def num_blocks_that_fit(config: EngineConfig, devices: DeviceManager, device: De
         if device.device.type == "cuda":
             reserved += devices.peak_bytes(partial(run_worst_steps, runner, config.max_num_seqs))
         budget = devices.kv_budget_bytes(device, reserved)
-        # More than every sequence at full length can never be used.
-        most = config.max_num_seqs * runner.max_blocks_per_seq
+        # More than every sequence at full length serves ended turns only, which are worth some megabytes of books.
+        most = max(config.max_num_seqs * runner.max_blocks_per_seq, _MOST_CACHED_BLOCKS)
         num_blocks = min(budget // block_bytes, most)
         if num_blocks < 1:
             raise ValueError(

@@ -82,9 +82,25 @@ def score_prompt(
     )
 
 
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The values float32 [R, count] and ids int64 of the largest logits; of equal ones the lowest ids, which is the
+    order that tokens are drawn in. (topk() leaves it open which of them it takes, and in what order.)"""
+    if not count:
+        return logits.topk(0, dim=1)
+    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least = logits.topk(count, dim=1).values[:, -1:]
+    above, equal = logits > least, logits == least
+    taken = above | (equal & (equal.cumsum(dim=1) <= count - above.sum(dim=1, keepdim=True)))
+    # The ids that are taken, ascending, without asking the device how many there are.
+    backwards = torch.arange(logits.shape[1], 0, -1, device=logits.device)
+    ids = logits.shape[1] - (taken * backwards).topk(count, dim=1).values
+    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
 def _score(logits: Tensor, tokens: Tensor, counts: list[int]) -> Scores:
     total = logits.logsumexp(dim=1, keepdim=True)
-    values, ids = logits.topk(min(max(counts), logits.shape[1]), dim=1)
+    values, ids = _likeliest(logits, min(max(counts), logits.shape[1]))
     # A row without a usable token has none to look up (BAD_TOKEN); its request ends with an error anyway.
     chosen = logits.gather(1, tokens.clamp(min=0)[:, None]) - total
     return Scores(tokens, chosen.squeeze(1), values - total, ids, counts)

@@ -5,15 +5,23 @@ Both have the interface of engine.stream.StreamState, which is one continuation'
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import Detokenizer
+from engine.faults import root_cause
 from engine.outputs import BeamResult, CompletionOutput, Delta, RequestMetrics, RequestOutput, StepOutput
 from engine.sampling_params import BeamSearchParams, SamplingParams
 from engine.stream import StreamState
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
+
+logger = logging.getLogger("pageturn.engine")
+
+# (request id, reason, index of one of n continuations or None): how a stream ends its request in the engine
+Abort = Callable[[int, str, int | None], None]
 
 
 def open_state(
@@ -28,6 +36,20 @@ def open_state(
     if params.n > 1:
         return ForkedState(request_id, prompt_ids, params, tokenizer)
     return StreamState(request_id, prompt_ids, params, tokenizer)
+
+
+def feed(state: StreamState | ForkedState | BeamState, step: StepOutput, abort: Abort) -> Delta | None:
+    """Take one step's output in, and end in the engine what its text ends: by a stop string, or because it cannot be
+    made, which ends this continuation alone. None where that had ended already."""
+    try:
+        delta = state.feed(step)
+    except Exception as error:
+        logger.exception("the text of request %d cannot be made", step.request_id)
+        abort(step.request_id, "abort", step.index)
+        return state.fail(step.index, f"the text of this reply cannot be made: {root_cause(error)}")
+    if delta is not None and state.stopped_by_text:
+        abort(step.request_id, "stop", step.index)
+    return delta
 
 
 class ForkedState:
@@ -61,6 +83,10 @@ class ForkedState:
             return None
         self._last = state
         return state.feed(step)
+
+    def fail(self, index: int, error: str) -> Delta:
+        """As StreamState.fail, of the continuation `index`."""
+        return self._states[index].fail(index, error)
 
     def output(self) -> RequestOutput:
         """All continuations as they stand."""
@@ -112,6 +138,10 @@ class BeamState:
             block_table=step.block_table,
             metrics=step.metrics,
         )
+
+    def fail(self, index: int, error: str) -> Delta:
+        """As StreamState.fail."""
+        return self.feed(StepOutput(self.request_id, [], "error", error, index=index))
 
     def output(self) -> RequestOutput:
         """All beams, best first; none before the end."""

@@ -19,6 +19,7 @@ import torch
 from engine import step_graphs
 from engine.block_tables import BlockTables
 from engine.device import DevicePlan
+from engine.faults import is_out_of_memory
 from engine.graph_inputs import GraphInputs
 from engine.graph_shapes import Shape, all_shapes
 from engine.logprobs import Scores, score, score_prompt
@@ -26,7 +27,6 @@ from engine.outputs import TokenLogprobs
 from engine.sampler import Sampler, SamplingRow
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
-from engine.stats import MIN_PREFILL_SAMPLE
 from engine.step_graphs import StepGraphs
 from engine.step_inputs import StepInputs
 from models.batch import ForwardBatch
@@ -41,7 +41,9 @@ logger = logging.getLogger("pageturn.engine")
 Progress = Callable[[str, float], None]
 
 # Tokens of the dummy steps. On a card each count of few rows has a kernel of its own, compiled at its first use.
-_WARM_UP_TOKENS = {"cpu": (1, 16, 256), "cuda": (1, 2, 3, 4, 16, 256)}
+_WARM_UP_TOKENS = {"cpu": (1, 16), "cuda": (1, 2, 3, 4, 16, 256)}
+# Of the step that tells the prefill's rate: on a card so many that it, not the host, takes the time.
+_MEASURED_TOKENS = {"cpu": 256, "cuda": 4096}
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class ModelRunner:
             logger.info("sums over ranks: %s", how)
         self.sampler = Sampler(model_config.vocab_size, device.device)
         self.kv_cache: torch.Tensor | None = None
-        self.prefill_rate = 0.0  # tokens/s, measured by warm_up; 0 on a card, whose prompts go faster as graphs
+        self.prefill_rate = 0.0  # tokens/s, measured by warm_up
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)
         self._inputs = StepInputs(
             self._tables,
@@ -201,49 +203,70 @@ class ModelRunner:
         assert self.kv_cache is not None
         device = self.device.device
         targets, sources = (torch.tensor(list(ids), device=device) for ids in (copies, copies.values()))
-        self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
+        try:
+            self.kv_cache[:, :, targets] = self.kv_cache[:, :, sources]
+        except RuntimeError as error:  # for want of memory for what was read; nothing is written yet
+            if not is_out_of_memory(error):
+                raise
+            self.release_buffers()
+            # A layer at a time, in memory that is asked for before the first is written: what has failed halfway could
+            # not be done again, for a source may be another's target.
+            read = self.kv_cache[0].index_select(1, sources)
+            for layer in self.kv_cache:
+                torch.index_select(layer, 1, sources, out=read)
+                layer.index_copy_(1, targets, read)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> int:
-        """Run dummy steps of the shapes that serving meets first, against block 0, whose content is then
-        overwritten by whoever allocates it. Returns how many tokens they were."""
+        """Run dummy steps of the shapes that serving meets first, and of one that tells the prefill's rate, against
+        the first blocks, whose content is then overwritten by whoever allocates them. Returns how many tokens they
+        were."""
         layer = attention_layers(self.model)[0]
         assert layer.k_cache is not None and layer.v_cache is not None, "allocate_kv_cache comes before warm_up"
         most_decodes = max(shape.decodes for shape in self._shapes)
         layer.backend.warm_up(layer.num_heads, layer.k_cache, layer.v_cache, most_decodes)
         self.sampler.warm_up()
-        wanted = _WARM_UP_TOKENS[self.device.device.type]
-        sizes = [n for n in wanted if n <= min(self.max_num_tokens, self.block_size * self.max_blocks_per_seq)]
-        num_tokens = 0
+        kind = self.device.device.type
+        room = self.block_size * min(self.max_blocks_per_seq, layer.k_cache.shape[0])
+        longest = min(self.max_num_tokens, room, self.model_config.max_position_embeddings)
+        sizes = [n for n in _WARM_UP_TOKENS[kind] if n <= longest]
+        measured = min(_MEASURED_TOKENS[kind], longest)
+        sizes += [measured, measured] if kind == "cuda" else [measured]  # the first may compile what the second takes
+        seconds = 0.0
         for i, size in enumerate(sizes):
             progress("warming up", 100.0 * i / len(sizes))
-            ids = torch.zeros(size, dtype=torch.int64, device=self.device.device)
-            count = -(-size // self.block_size)
-            assert self.kv_cache is not None
-            if count > self.kv_cache.shape[2]:
-                break
-            table = torch.arange(count, dtype=torch.int32, device=self.device.device)[None]
-            positions = torch.arange(size, device=self.device.device)
-            batch = ForwardBatch(
-                ids,
-                positions,
-                positions.clone(),
-                [size],
-                [size],
-                table,
-                [list(range(count))],
-                0,
-                self.block_size,
-                torch.tensor([size - 1], device=self.device.device),
-                {},
-            )
-            started = time.perf_counter()
-            self.model.compute_logits(self.model(batch))
-            if self.device.device.type == "cpu" and size >= MIN_PREFILL_SAMPLE:
-                self.prefill_rate = size / (time.perf_counter() - started)
-            num_tokens += size
+            seconds = self._run_dummy(size)
+        self.prefill_rate = measured / seconds
         progress("warming up", 100.0)
-        return num_tokens
+        return sum(sizes)
+
+    def _run_dummy(self, size: int) -> float:
+        """A step of so many prompt tokens -> seconds."""
+        device = self.device.device
+        count = -(-size // self.block_size)
+        ids = torch.zeros(size, dtype=torch.int64, device=device)
+        table = torch.arange(count, dtype=torch.int32, device=device)[None]
+        positions = torch.arange(size, device=device)
+        batch = ForwardBatch(
+            ids,
+            positions,
+            positions.clone(),
+            [size],
+            [size],
+            table,
+            [list(range(count))],
+            0,
+            self.block_size,
+            torch.tensor([size - 1], device=device),
+            {},
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        self.model.compute_logits(self.model(batch))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
 
     def capture_graphs(self, progress: Progress) -> None:
         """Capture steps as CUDA graphs, where that can be done; after warm_up. The log says what came of it."""

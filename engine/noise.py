@@ -46,12 +46,24 @@ def _int32(word: int) -> int:
     return word - 2**32 if word >> 31 else word
 
 
+def _token_hashes(vocab_size: int) -> np.ndarray:
+    """uint32 [vocab_size], all different: two tokens of one hash would always race with the same noise, and the less
+    likely one could not be drawn. (Of 32 bits 151,936 random ones are expected to meet 2.7 times.)"""
+    ids = np.arange(vocab_size, dtype=np.uint64)
+    mixed = mix64(ids)
+    while True:
+        hashes = mixed.astype(np.uint32)
+        later = np.setdiff1d(ids, np.unique(hashes, return_index=True)[1])
+        if not len(later):
+            return hashes
+        mixed[later] = mix64(mixed[later])
+
+
 class TokenNoise:
     """Standard exponential variates, one per (row key, token id)."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        hashed = mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
-        self.token_hash = torch.from_numpy(hashed).to(device)
+        self.token_hash = torch.from_numpy(_token_hashes(vocab_size).view(np.int32)).to(device)
 
     def exponential(self, keys: Tensor) -> Tensor:
         """float32 [N, vocabulary] of Exp(1) variates for row keys int32 [N, 2].

@@ -5,8 +5,7 @@ It is told everything over one channel, a socket pair made for it alone, and ans
     ("progress", stage, percent)        while it loads
     ("fits", num_blocks)                its shard is loaded, and that many KV blocks fit beside it; what it is told
                                         next is how many it is to allocate
-    ("ready", (seconds a token, shapes))  warmed up, how fast it then was, and which steps are captured as graphs: the
-                                        same ones on every rank
+    ("ready", Ready)                    warmed up, how fast it then was, and which steps are captured as graphs
     ("compiling",)                      at any time: it compiles a kernel, and may need longer
     ("log", level, text)                at any time, rank 0 alone: what its engine has to say
     ("done", answer, calls)             for every step, in order; see step_answer.py; empty on ranks other than 0.
@@ -42,10 +41,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
+from engine.heap import rare_collections, settled_heap
 from models.config import ModelConfig
 
 if TYPE_CHECKING:
     from engine.device import DevicePlan
+    from engine.graph_shapes import Shape
     from engine.model_runner import ModelRunner, StepHandle
     from engine.plan_deltas import Message
 
@@ -69,6 +70,16 @@ class RankSetup:
     attention_backend: str
     block_size: int
     limits: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """seconds_per_token: of warm-up steps; prefill_rate: tokens/s, see ModelRunner; shapes: the steps that
+    are captured as graphs, the same ones on every rank."""
+
+    seconds_per_token: float
+    prefill_rate: float
+    shapes: list[Shape]
 
 
 @dataclass(slots=True)
@@ -96,7 +107,8 @@ def main(setup: RankSetup, channel: Connection) -> None:
     prepare_environment(setup.device, setup.size)
     try:
         runner = _load(setup, channel)
-        RankLoop(runner, channel, speaks=setup.rank == 0).serve()
+        with settled_heap(), rare_collections():
+            RankLoop(runner, channel, speaks=setup.rank == 0).serve()
         runner.exit()  # NCCL ends when no graph holds its operations any more
     except (EOFError, ConnectionError):  # the parent is gone, and this thread has seen it first
         end_as_an_orphan(setup.folder)
@@ -191,7 +203,8 @@ def _load(setup: RankSetup, channel: Connection) -> ModelRunner:
     runner.warm_up(report)
     runner.capture_graphs(report)
     shapes = [] if runner.graphs is None else runner.graphs.shapes
-    channel.send(("ready", (_seconds_per_token(runner, plan), shapes)))
+    seconds = _seconds_per_token(runner, plan)
+    channel.send(("ready", Ready(seconds, runner.prefill_rate, shapes)))
     return runner
 
 

@@ -30,8 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.graph_shapes import Shape
-from engine.rank import RankSetup, main
+from engine.rank import RankSetup, Ready, main
 
 logger = logging.getLogger("pageturn.engine")
 
@@ -84,8 +83,8 @@ class RankGroup:
             self.kill()
             raise
 
-    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, float, list[Shape]]:
-        """Wait until every rank is ready -> (KV blocks, the slowest rank's seconds a token, the captured shapes).
+    def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, Ready]:
+        """Wait until every rank is ready -> (KV blocks, how fast the slowest rank is and what is captured).
 
         num_blocks: None for the smallest number that any rank can hold. Raises what kept a rank from loading
         (ValueError for a model that cannot be served), RanksLost where one died of it; all are killed then.
@@ -97,15 +96,18 @@ class RankGroup:
                 logger.info("KV blocks that the ranks can hold: %s; the smallest number is used", shown)
             chosen = min(fitting) if num_blocks is None else num_blocks
             self.send(chosen)
-            ready = self._await_all("ready", progress)
-            assert all(shapes == ready[0][1] for _, shapes in ready), f"the ranks' graphs differ: {ready}"
-            return chosen, max(seconds for seconds, _ in ready), ready[0][1]
+            ready: list[Ready] = self._await_all("ready", progress)
+            assert all(one.shapes == ready[0].shapes for one in ready), f"the ranks' graphs differ: {ready}"
+            seconds, rate = max(one.seconds_per_token for one in ready), min(one.prefill_rate for one in ready)
+            return chosen, Ready(seconds, rate, ready[0].shapes)
         except BaseException:
             self.kill()
             raise
 
     def send(self, message: Any) -> None:
-        """To every rank; RanksLost where one is dead or does not read."""
+        """To every rank; RanksLost where one is dead or does not read, or all were ended."""
+        if not self.processes:
+            raise RanksLost("the ranks have been ended")
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         for rank, channel in enumerate(self._channels):
             try:

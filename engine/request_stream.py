@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.many_outputs import open_state
+from engine.many_outputs import Abort, feed, open_state
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestOutput, RequestPriority, StepOutput
 from engine.sampling_params import BeamSearchParams, SamplingParams
@@ -21,9 +21,6 @@ from engine.stream import merge, merge_steps
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
-
-# (request id, reason, index of one of n continuations or None): how a stream ends its request in the engine
-Abort = Callable[[int, str, int | None], None]
 
 
 @dataclass(slots=True)
@@ -67,13 +64,7 @@ class Stream:
         return self._state.metrics
 
     def _feed(self, output: StepOutput) -> Delta | None:
-        state = self._state
-        if state.finished:
-            return None
-        delta = state.feed(output)
-        if delta is not None and state.stopped_by_text:
-            self._abort(self.request_id, "stop", output.index)
-        return delta
+        return None if self._state.finished else feed(self._state, output, self._abort)
 
 
 class RequestStream(Stream):

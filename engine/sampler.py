@@ -247,19 +247,20 @@ class Sampler:
             largest = logits.topk(group.num_largest, dim=1).values
             seen = top_k <= group.num_largest
             kth = largest.gather(1, top_k.clamp(max=group.num_largest) - 1).masked_fill_(~seen, -math.inf)
-            scores *= _holds(torch.ge, logits, kth)
+            scores *= _holds(torch.ge, logits, kth, logits.shape)
             inside = torch.arange(group.num_largest, device=self.device) < top_k
             within_top_k = (_weights(largest, best, group) * inside).sum(dim=1, keepdim=True, dtype=torch.float64)
             mass = torch.where(seen, within_top_k, mass)
         limit = group.top_p * mass
         if group.has_min_p:
-            scores *= _holds(torch.ge, weights, group.min_p)
+            scores *= _holds(torch.ge, weights, group.min_p, weights.shape)
         row, candidate = None, scores.max(dim=1, keepdim=True).indices
         tokens = candidate.squeeze(1).clone()
         while True:
             level = logits.gather(1, candidate)
-            tied_before = _holds(torch.eq, logits, level).mul_(_holds(torch.lt, self._ids, candidate))
-            before = _holds(torch.gt, logits, level).add_(tied_before)
+            shape = logits.shape
+            tied_before = _holds(torch.eq, logits, level, shape).mul_(_holds(torch.lt, self._ids, candidate, shape))
+            before = _holds(torch.gt, logits, level, shape).add_(tied_before)
             cut = (weights * before).sum(dim=1, keepdim=True, dtype=torch.float64) >= limit
             cut |= before.sum(dim=1, keepdim=True) >= top_k
             again = cut.squeeze(1).nonzero().squeeze(1)
@@ -377,7 +378,7 @@ def _weights(logits: Tensor, best: Tensor, group: _Group) -> Tensor:
     return (logits - best).div_(group.temperature).clamp_(min=-80.0).exp_()
 
 
-def _holds(compare: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """float32, 1 where a compares so with b and 0 elsewhere. A CPU takes five times as long to write bools."""
-    shape = torch.broadcast_shapes(a.shape, b.shape)
+def _holds(compare: Callable[..., Tensor], a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    """float32, 1 where a compares so with b and 0 elsewhere; both broadcast to `shape`. A CPU takes five times as long
+    to write bools. (To work the shape out, torch would import sympy.)"""
     return compare(a, b, out=torch.empty(shape, dtype=torch.float32, device=a.device))

@@ -14,20 +14,22 @@ MAX_STOP_CHARS = 1000  # as much text may be held back, and to find that it is n
 MAX_LOGPROBS = 20
 MAX_N = 16
 MAX_BIAS = 100.0
-MIN_REPETITION_PENALTY = 0.001  # less makes logits that float32 does not hold
+MAX_TEMPERATURE = 1000.0  # all tokens are as good as equally likely; float32, which samplers compute in, ends at 3e38
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 1000.0  # beyond them logits are none that float32 holds
 MAX_LENGTH_PENALTY = 5.0  # likewise scores: of 100,000 tokens it divides by 1e25
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one request; a bad value raises ValueError naming field, value and range.
+    """Sampling settings of one request; a bad value raises ValueError naming field, value and range. They do not change
+    (a request that runs holds them): dataclasses.replace(params, temperature=0.5) makes others.
 
-    temperature         >= 0; 0 is greedy
+    temperature         [0, 1000]; 0 is greedy
     top_p               [0, 1]; the smallest set of most likely tokens with at least this mass; 0 is greedy
     top_k               >= 0; 0 keeps all, 1 is greedy
     min_p               [0, 1]; drops tokens below min_p times the most likely one's probability
-    repetition_penalty  >= 0.001; divides positive and multiplies negative logits of tokens seen in prompt or output
-                        (Keskar et al., CTRL, arXiv:1909.05858)
+    repetition_penalty  [0.001, 1000]; divides positive and multiplies negative logits of tokens seen in prompt or
+                        output (Keskar et al., CTRL, arXiv:1909.05858)
     presence_penalty    [-2, 2]; subtracted once from tokens seen in the output
     frequency_penalty   [-2, 2]; subtracted per occurrence in the output
     max_tokens          >= 1 new tokens
@@ -66,22 +68,21 @@ class SamplingParams:
     _greedy: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, None)
+        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0.0, 1.0)
         _integer("top_k", self.top_k, 0, None)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, None)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**63 - 1)
-        if isinstance(self.stop, str):
-            self.stop = (self.stop,)
-        if not isinstance(self.stop, (list, tuple)):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)):
             raise ValueError(f"stop={shown(self.stop)} must be a string or a list of strings")
-        for text in self.stop:
+        for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {shown(text)}; every entry must be a string of at least one character")
             if len(text) > MAX_STOP_CHARS:
@@ -89,14 +90,12 @@ class SamplingParams:
                     f"stop holds a string of {len(text):,} characters ({shown(text)}); at most {MAX_STOP_CHARS:,} "
                     "are allowed: shorten it"
                 )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
-        self.stop = tuple(self.stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise ValueError(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of integers >= 0")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, None)
-        self.stop_token_ids = tuple(self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos={shown(self.ignore_eos)} must be True or False")
         if self.logprobs is not None:
@@ -104,8 +103,14 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
-        self.logit_bias = _checked_bias(self.logit_bias)
-        self._greedy = self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+        checked = {
+            "stop": tuple(stop),
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "logit_bias": _checked_bias(self.logit_bias),
+            "_greedy": self.temperature == 0 or self.top_p == 0 or self.top_k == 1,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # as dataclasses do where they are frozen
 
     @property
     def greedy(self) -> bool:
@@ -117,7 +122,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """Beam search, with transformers' meaning of every field (num_beams, max_new_tokens, ...).
 
@@ -154,13 +159,13 @@ def _checked_bias(bias: Any) -> dict[int, float] | None:
     return dict(bias) or None
 
 
-def _number(name: str, value: Any, low: float | None, high: float | None, open_low: bool = False) -> None:
-    text = _range(low, high, open_low)
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    text = _range(low, high)
     # By comparison, which integers too large for a float pass, too, and NaN does not.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}={shown(value)} must be a finite number {text}")
-    if (low is not None and (value < low or (open_low and value == low))) or (high is not None and value > high):
-        raise ValueError(f"{name}={shown(value)} must be {text.removeprefix('of ')}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={shown(value)} must be {text}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
@@ -170,9 +175,5 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
         raise ValueError(f"{name}={shown(value)} must be {_range(low, high).removeprefix('of ')}")
 
 
-def _range(low: float | None, high: float | None, open_low: bool = False) -> str:
-    if low is None:
-        return "of any size"
-    if high is None:
-        return f"above {low}" if open_low else f"of at least {low}"
-    return f"between {low} and {high}"
+def _range(low: float, high: float | None) -> str:
+    return f"of at least {low}" if high is None else f"between {low} and {high}"

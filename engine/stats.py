@@ -5,16 +5,22 @@ from __future__ import annotations
 import time
 from collections import deque
 
-MIN_PREFILL_SAMPLE = 64  # tokens; below it a step's time says little of the prefill rate
+# Prompt tokens below which a step's time says little of the prefill rate: on a card 64 take as long as hundreds.
+_MIN_PREFILL_SAMPLE = {"cpu": 64, "cuda": 2048}
 _WINDOW_SECONDS = 3.0
 _SMOOTHING = 0.3
 
 
+def min_prefill_sample(device_type: str, most_tokens: int) -> int:
+    """Prompt tokens of the shortest step that tells the rate, where none may have more than most_tokens."""
+    return min(_MIN_PREFILL_SAMPLE[device_type], most_tokens)
+
+
 class EngineStats:
     """Written by the thread that steps the engine; reading single fields from others is safe. prefill_rate: tokens/s
-    measured before the first step; 0: not yet."""
+    measured before the first step; 0: not yet. min_sample: see min_prefill_sample()."""
 
-    def __init__(self, prefill_rate: float = 0.0) -> None:
+    def __init__(self, prefill_rate: float, min_sample: int) -> None:
         self.num_requests = 0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -23,6 +29,7 @@ class EngineStats:
         self.prefill_tokens = 0
         self.output_tokens = 0
         self.prefill_rate = prefill_rate
+        self._min_sample = min_sample
         self._recent: deque[tuple[float, int]] = deque()
 
     def record_step(self, prefill_tokens: int, sampled_tokens: int, num_decodes: int, seconds: float) -> None:
@@ -34,7 +41,7 @@ class EngineStats:
         self._recent.append((now, sampled_tokens))
         while self._recent and self._recent[0][0] < now - _WINDOW_SECONDS:
             self._recent.popleft()
-        if prefill_tokens >= MIN_PREFILL_SAMPLE and prefill_tokens > 4 * num_decodes and seconds > 0:
+        if prefill_tokens >= self._min_sample and prefill_tokens > 4 * num_decodes and seconds > 0:
             rate = prefill_tokens / seconds
             self.prefill_rate += (rate - self.prefill_rate) * (_SMOOTHING if self.prefill_rate else 1.0)
 

@@ -44,13 +44,14 @@ class EngineStatus:
         """The status of a loaded engine; single fields are read, so that any thread may ask at any time."""
         blocks, stats, scheduler = engine.blocks, engine.stats, engine.scheduler
         cached, free = blocks.num_cached, blocks.num_free
+        running = {seq.request_id for seq in scheduler.running.copy()}  # of several continuations one request
         return cls(
             ready=True,
             model=engine.model_name,
             load=load,
             error=None,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            running=len(running),
+            waiting=len({seq.request_id for seq in list(scheduler.waiting)} - running),
             kv={
                 "total": blocks.num_blocks,
                 "free": free,

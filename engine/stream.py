@@ -98,6 +98,11 @@ class StreamState:
             step.prompt_logprobs,
         )
 
+    def fail(self, index: int, error: str) -> Delta:
+        """End without text: what is fed raises something. index: this continuation's."""
+        self._detokenizer = None
+        return self.feed(StepOutput(self.request_id, [], "error", error, index=index))
+
     def _new_logprobs(self, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """Those of the tokens that are shown in full and were not before; at the end, of all that are left."""
         shown = len(self.token_ids)

@@ -23,7 +23,7 @@ from engine.device import DevicePlan
 from engine.launch_ahead import can_follow, drawn_by, shape_of
 from engine.model_runner import StepHandle
 from engine.plan_deltas import PlanEncoder
-from engine.rank import Chores, RankSetup
+from engine.rank import Chores, RankSetup, Ready
 from engine.rank_group import Progress, RankGroup, RanksLost, in_words
 from engine.scheduler import StepPlan
 from engine.step_answer import awaited, fill
@@ -75,7 +75,8 @@ class TensorParallelRunner:
         self._start = lambda: RankGroup(setup.size, lambda rank, folder: replace(setup, rank=rank, folder=folder))
         self._group = self._start()
         self._reset()
-        self.num_blocks, self._seconds_per_token, self._shapes = self._group.load(progress)
+        self.num_blocks, ready = self._group.load(progress)
+        self._take(ready)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Send the step of `plan` to every rank. RanksLost as collect().
@@ -157,13 +158,18 @@ class TensorParallelRunner:
         self._group.kill()
         self._group = self._start()
         self._reset()
-        _, self._seconds_per_token, self._shapes = self._group.load(progress, self.num_blocks)
+        _, ready = self._group.load(progress, self.num_blocks)
+        self._take(ready)
         progress("ready", 100.0)
         logger.info("the ranks are back after %.1f s", time.monotonic() - started)
 
     def exit(self) -> None:
         """End the ranks; a second call is a no-op."""
         self._group.end()
+
+    def _take(self, ready: Ready) -> None:
+        self._seconds_per_token, self._shapes = ready.seconds_per_token, ready.shapes
+        self.prefill_rate = ready.prefill_rate
 
     def _reset(self) -> None:
         """The ranks are new, and know of nothing."""

@@ -301,6 +301,16 @@ def used_bytes() -> int:
     return total - free
 
 
+def test_how_fast_prompts_are_is_known_before_the_first_one(make_tiny_model: Callable[..., Path]) -> None:
+    """And of more tokens than a card computes in the time of few."""
+    llm = LLM(make_tiny_model("qwen3", seed=9, max_position_embeddings=8192), device="cuda", num_kvcache_blocks=1024)
+    rate = llm.stats()["prefill_tokens_per_second"]
+    assert rate > 10_000, "nothing was compiled meanwhile"
+    llm.generate([list(range(3, 203))], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert llm.stats()["prefill_tokens_per_second"] == rate
+    llm.exit()
+
+
 def test_a_card_is_picked_with_bf16_and_triton(tiny_qwen3: Path) -> None:
     llm = LLM(tiny_qwen3)
     assert llm.engine.device.device.type == "cuda"

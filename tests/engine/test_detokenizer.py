@@ -351,3 +351,18 @@ def test_every_string_joins_after_a_prompt_that_is_its_own_beginning(smollm2):
         for cut in range(len(ids)):
             prompt = b"".join(smollm2.token_bytes(i) for i in ids[:cut]).decode("utf-8", "ignore")
             assert prompt + run(smollm2, [ids[cut:]], ids[:cut])[0] == case["text"]
+
+
+def test_an_end_before_the_first_token_shows_nothing_of_the_prompt():
+    """As of a request that is aborted while it waits."""
+    for prompt in ([256, *"é".encode()[:1]], [256], []):
+        shown, detokenizer = run(WordTokenizer(), [], prompt)
+        assert (shown, detokenizer.kept_tokens) == ("", 0)
+
+
+def test_an_end_before_the_first_token_is_none_of_a_prompt_that_ends_with_a_replacement_character():
+    class Odd(WordTokenizer):
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join({1: "abc", 2: " \ufffd"}[i] for i in ids)
+
+    assert Detokenizer(Odd(), [1, 2]).finish() == ""

@@ -363,6 +363,21 @@ async def test_when_the_engine_dies_every_stream_gets_the_root_cause_and_a_retry
     assert len(bench.engines) == 2
 
 
+async def test_who_cannot_be_told_of_the_engine_s_end_keeps_nothing_from_being_released(
+    engine: EngineThread, bench: Bench
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    engine.on_death = fail
+    released = threading.Event()
+    ends = bench.engines[0].exit
+    bench.engines[0].exit = lambda: (ends(), released.set())  # type: ignore[method-assign]
+    bench.break_down(RuntimeError("the device fell off the bus"))
+    assert (await read(engine.submit([1], tokens(5))))[-1].finish_reason == "error"
+    assert await asyncio.to_thread(released.wait, 5)
+
+
 async def test_when_every_launch_fails_whatever_is_in_it_everybody_gets_the_root_cause_within_a_second(
     engine: EngineThread, bench: Bench
 ) -> None:
@@ -656,6 +671,11 @@ async def test_leaving_a_stream_aborts_its_request(bench: Bench) -> None:
         async for _ in llm.stream([1], tokens(1000)):
             break
         await until(lambda: llm.engine.status().running == 0, 5)
+
+
+async def test_a_chat_with_an_engine_that_was_not_started_says_so() -> None:
+    with pytest.raises(EngineNotReady, match="waiting to start"):
+        await AsyncLLM("stand-in").chat([{"role": "user", "content": "Hi"}])
 
 
 async def test_async_llm_raises_what_kept_the_model_from_loading(bench: Bench) -> None:

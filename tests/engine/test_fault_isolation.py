@@ -139,3 +139,36 @@ def test_what_the_other_beams_of_a_search_wrote_is_not_trusted_either_when_one_i
             outputs += engine.step()
         assert {output.request_id for output in outputs} == {request}
         assert outputs[-1].finish_reason == "length", outputs[-1].error
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+def test_what_a_prompt_wrote_that_never_came_to_its_end_harms_nobody_later(tiny_qwen3: Path, end: str) -> None:
+    """Nobody has looked at logits of it: NaN that it wrote would enter others' attention as 0 * NaN."""
+    llm = LLM(
+        tiny_qwen3,
+        device="cpu",
+        dtype="float32",
+        kvcache_block_size=16,
+        num_kvcache_blocks=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    embedding = llm.engine.runner.model.get_parameter("model.embed_tokens.weight")  # type: ignore[attr-defined]
+    row = embedding[500].clone()
+    with torch.no_grad():
+        embedding[500] = torch.nan
+    greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    request = llm.add_request([5, 500] + [6] * 50, greedy)
+    llm.step()
+    llm.step()
+    with torch.no_grad():
+        embedding[500] = row  # of the tied head, too
+    if end == "preempt":
+        llm.engine.scheduler.preempt_all()
+        llm.engine.blocks.clear_cache()
+    llm.abort(request)
+    while not llm.is_finished():
+        llm.step()
+    outputs = llm.generate([[7, 8, 9], [10, 11, 12, 13], [14], [15, 16]], greedy, use_tqdm=False)
+    assert [(out.finish_reason, out.error) for out in outputs] == [("length", None)] * 4
+    llm.exit()

@@ -18,6 +18,7 @@ from engine.llm_engine import LLMEngine
 from engine.noise import fork_seed
 from engine.outputs import StepOutput
 from engine.sampler import BAD_TOKEN
+from engine.status import EngineStatus, LoadStatus
 from history_model import fork_token, history_engine
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -139,6 +140,18 @@ def test_one_continuation_can_be_ended_alone() -> None:
     ids, ends = drain(engine)
     assert [(e.index, e.finish_reason) for e in ends] == [(0, "stop"), (1, "length"), (2, "length")]
     assert [first[i] + ids[request, i] for i in (1, 2)] == continuations(PROMPT, 6, 3)[1:]
+
+
+def test_several_continuations_are_one_request_that_runs_and_ends() -> None:
+    engine = history_engine(32, 4, max_num_seqs=2)
+    several, single = engine.add_request(PROMPT, tokens(6)), engine.add_request([1, 2], tokens(4, 1))
+    engine.step()
+    status = EngineStatus.of(engine, LoadStatus())
+    assert len(engine.scheduler.running) == 2 and len(engine.scheduler.waiting) == 2
+    assert (status.running, status.waiting) == (1, 1)
+    drain(engine)
+    finished = {event.request_id: event.count for event in engine.events.since(0) if event.kind == "finish"}
+    assert finished == {several: 3 * 6, single: 4}
 
 
 def test_broken_logits_end_every_continuation_that_is_drawn_from_them(monkeypatch: pytest.MonkeyPatch) -> None:

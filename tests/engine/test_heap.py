@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from engine import heap
+import settled_rank
+from engine import LLM, heap, rank_group
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +71,16 @@ def test_a_collector_that_is_off_or_rarer_stays_so(first: int) -> None:
     with heap.rare_collections():
         assert gc.get_threshold() == (first, 10, 10)
     assert gc.get_threshold() == (first, 10, 10)
+
+
+def test_a_rank_is_spared_while_it_serves(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_group, "main", settled_rank.main)
+    with caplog.at_level(logging.INFO, "pageturn.engine"):
+        llm = LLM(tiny_llama, device="cpu", num_kvcache_blocks=20, tensor_parallel_size=2)
+        llm.generate([[1, 2]], use_tqdm=False)
+        llm.exit()
+    told = re.search(r"(\d+) frozen, every (\d+)", caplog.text)
+    assert told is not None
+    assert int(told[1]) > 50_000 and int(told[2]) == heap._MANY_NEW

@@ -13,6 +13,7 @@ import pytest
 from byte_model import BOS, replying_engine
 from engine import LLM, BeamSearchParams, RequestOutput, RequestPriority, SamplingParams
 from engine.llm_engine import LLMEngine
+from engine.stats import EngineStats, min_prefill_sample
 from history_model import history_engine, next_token
 
 
@@ -405,15 +406,44 @@ def test_a_request_after_exit_is_refused_in_words(tiny_llama: Path) -> None:
         llm.generate([1, 2, 3], use_tqdm=False)
 
 
-def test_how_fast_prompts_are_is_known_before_the_first_one_and_not_from_short_ones(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_how_fast_prompts_are_is_known_before_the_first_one_and_not_from_short_ones(
+    ranks: int, tiny_llama: Path
+) -> None:
     """The page estimates with it what a reply would have taken without the cache."""
-    llm = LLM(tiny_llama, device="cpu", num_kvcache_blocks=40)
+    llm = LLM(tiny_llama, device="cpu", num_kvcache_blocks=40, tensor_parallel_size=ranks)
     before = llm.stats()["prefill_tokens_per_second"]
     assert before > 0
     llm.generate([[3, 4, 5]], tokens(4), use_tqdm=False)
     assert llm.stats()["prefill_tokens_per_second"] == before
     llm.generate([list(range(3, 83))], tokens(4), use_tqdm=False)
     assert llm.stats()["prefill_tokens_per_second"] != before
+    llm.exit()
+
+
+def test_on_a_card_only_steps_that_fill_it_tell_how_fast_prompts_are() -> None:
+    stats = EngineStats(400_000.0, min_prefill_sample("cuda", 8192))
+    stats.record_step(prefill_tokens=130, sampled_tokens=1, num_decodes=0, seconds=0.0025)
+    assert stats.prefill_rate == 400_000
+    stats.record_step(prefill_tokens=4_000, sampled_tokens=1, num_decodes=0, seconds=0.02)
+    assert 200_000 < stats.prefill_rate < 400_000
+
+
+def test_a_context_that_is_no_multiple_of_the_block_is_warmed_up_within_it(
+    make_tiny_model: Callable[..., Path],
+) -> None:
+    """Its last block would reach beyond the model's positions; on a card that is an assertion of the device."""
+    llm = LLM(make_tiny_model("llama", max_position_embeddings=100), device="cpu", dtype="float32")
+    assert len(llm.generate_single([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
+    llm.exit()
+
+
+def test_where_steps_may_only_be_short_those_tell_how_fast_prompts_are(tiny_llama: Path) -> None:
+    llm = LLM(tiny_llama, device="cpu", num_kvcache_blocks=40, max_num_batched_tokens=16, max_num_seqs=4)
+    before = llm.stats()["prefill_tokens_per_second"]
+    assert before > 0
+    llm.generate([list(range(3, 43))], tokens(4), use_tqdm=False)
+    assert llm.stats()["prefill_tokens_per_second"] not in (0, before)
     llm.exit()
 
 
@@ -431,3 +461,28 @@ def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(tiny_qwen3
         assert not [tensor() for tensor in held if tensor() is not None]
     finally:
         gc.enable()
+
+
+def test_a_reply_whose_text_cannot_be_made_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Speechless:
+        """Has no words for one token."""
+
+        def token_bytes(self, token: int) -> bytes:
+            if token == continuation([8, 9], 3)[1]:
+                raise KeyError(token)
+            return b"x"
+
+    engine = history_engine(64, 4)
+    engine.tokenizer = Speechless()  # type: ignore[assignment]
+    monkeypatch.setattr("engine.llm.LLMEngine", lambda config: engine)
+    llm = LLM("stand-in")
+    first, bad = llm.add_request([5, 6, 7], tokens(2)), llm.add_request([8, 9], tokens(3))
+    ends = {}
+    for _ in range(20):
+        if llm.is_finished():
+            break
+        ends |= {out.request_id: (out.finish_reason, out.error) for out in llm.step() if out.finish_reason}
+    engine.step()  # its last word on a request that has ended
+    assert llm.is_finished() and engine.is_finished()
+    assert ends[first] == ("length", None)
+    assert ends[bad][0] == "error" and "text of this reply cannot be made: KeyError" in str(ends[bad][1])

@@ -173,3 +173,13 @@ def test_no_stop_string_is_looked_for_in_the_first_min_tokens(monkeypatch: pytes
     # Split over the border it is not one either; grouped in one push it is the same.
     detokenizer = Detokenizer(tokenizer, [10], ("bc",), 2)
     assert detokenizer.push([*b"abcabc"]) == "abca"
+
+
+@pytest.mark.parametrize(("count", "vocab_size"), [(1, 50), (5, 32_000), (20, 32_000), (20, 20)])
+def test_equal_ones_are_listed_by_token_id_as_they_are_drawn(count: int, vocab_size: int) -> None:
+    logits = torch.randint(0, 4, (64, vocab_size)).float()
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    scores = logprobs._score(logits, logits.argmax(dim=1), [count] * 64)
+    for row, ids in zip(logits[2:].tolist(), scores.ids[2:].tolist(), strict=True):
+        assert ids == sorted(range(vocab_size), key=lambda token: (-row[token], token))[:count]

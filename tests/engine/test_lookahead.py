@@ -252,3 +252,14 @@ def test_exit_with_a_step_launched_ahead_ends_all(client: Client) -> None:
     client.engine.exit()
     client.finish()
     assert client.ends == {1: "abort"}
+
+
+def test_a_token_that_is_dropped_is_not_counted() -> None:
+    """That of a stream which a token has ended while the next step ran."""
+    client = Client()
+    stop = list(range(0, 90, 9))
+    requests = [client.ask([i, 3], 50, stop_token_ids=stop) for i in range(20)]
+    while not client.engine.is_finished():
+        client.step()
+    assert "stop" in client.ends.values()
+    assert client.engine.stats.output_tokens == sum(len(client.tokens[request]) for request in requests)

@@ -151,3 +151,26 @@ def test_a_server_with_nothing_to_do_replaces_dead_ranks_soon(monkeypatch: pytes
         time.sleep(0.01)
     assert thread.status().ready
     thread.shutdown()
+
+
+def test_ranks_that_could_not_be_replaced_are_started_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as where one is killed while it loads."""
+    engine, runner = wired_engine(32, 4, [2])
+    rebuild, once = runner.rebuild, iter([RanksLost("rank 1 was killed by SIGKILL")])
+
+    def rebuilt(*what: Any) -> None:
+        if (fault := next(once, None)) is not None:
+            raise fault
+        rebuild(*what)
+
+    monkeypatch.setattr(runner, "rebuild", rebuilt)
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=12))
+    tokens: list[int] = []
+    losses = 0
+    while not engine.is_finished():
+        try:
+            tokens += [token for output in engine.step() for token in output.new_token_ids if token != EOS]
+        except RanksLost:
+            losses += 1
+            runner._losses.add(len(runner.sizes))  # a group that has been ended says so to whoever sends
+    assert losses == 1 and request and tokens == expected_output([1, 2, 3], 12, 64)

@@ -354,3 +354,24 @@ def test_an_abort_in_the_middle_of_a_prefill_says_how_far_it_came() -> None:
     (output,) = engine.step()
     assert (output.finish_reason, output.num_computed_tokens, output.num_prompt_tokens) == ("abort", 16, 40)
     assert output.block_table
+
+
+@pytest.mark.parametrize("where", ["copy_blocks", "scrub"])
+def test_a_fault_of_memory_before_the_step_is_met_as_one_within_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = faulty_engine(64, 4)
+    real, once = getattr(runner, where), iter([RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+
+    def faulty(*what: object) -> None:
+        if (fault := next(once, None)) is not None:
+            raise fault
+        real(*what)
+
+    monkeypatch.setattr(runner, where, faulty)
+    runner.bad.add(engine.add_request([9, 9, 9], SamplingParams(max_tokens=6)))
+    ends = {}
+    for prompt in ([1, 2, 3, 4, 5], [6, 7]):
+        engine.add_request(prompt, SamplingParams(max_tokens=6, n=3, ignore_eos=True))
+        while not engine.is_finished():
+            ends |= {(o.request_id, o.index): o.finish_reason for o in engine.step() if o.finish_reason}
+    assert next(once, None) is None, "it was met"
+    assert ends == {(1, 0): "error"} | {(request, index): "length" for request in (2, 3) for index in range(3)}

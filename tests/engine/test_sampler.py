@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from engine.noise import TokenNoise
 from engine.sampler import BAD_TOKEN, Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
 
@@ -381,3 +382,10 @@ def test_logits_that_do_not_fit_the_batch_are_refused_with_both_shapes():
     batch = sampler.prepare([row(SamplingParams())])
     with pytest.raises(ValueError, match=r"\(2, 10\) do not fit 1 rows of a vocabulary of 10"):
         sampler(torch.zeros(2, 10), batch)
+
+
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936, 2**18])
+def test_no_two_tokens_have_the_same_noise(vocab_size):
+    """The less likely one of them would never be drawn."""
+    hashes = TokenNoise(vocab_size, torch.device("cpu")).token_hash
+    assert len(hashes.unique()) == vocab_size

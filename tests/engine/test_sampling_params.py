@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -21,11 +22,11 @@ def test_the_defaults_sample_from_the_plain_distribution():
 @pytest.mark.parametrize(
     ("field", "bad", "limit"),
     [
-        *[("temperature", v, "at least 0.0") for v in (-0.1, -INF, INF, NAN, "1", None, True)],
+        *[("temperature", v, "between 0.0 and 1000.0") for v in (-0.1, -INF, INF, NAN, 1e39, "1", None, True)],
         *[("top_p", v, "between 0.0 and 1.0") for v in (-0.1, 1.01, NAN, "0.5", None, False)],
         *[("top_k", v, "at least 0") for v in (-1, 1.0, NAN, "5", None, True)],
         *[("min_p", v, "between 0.0 and 1.0") for v in (-0.1, 1.5, NAN, "0")],
-        *[("repetition_penalty", v, "at least 0.001") for v in (0, 0.0, -1.0, 1e-300, NAN, INF, "1")],
+        *[("repetition_penalty", v, "between 0.001 and 1000.0") for v in (0, 0.0, -1.0, 1e-300, 1e39, NAN, INF, "1")],
         *[(name, 10**400, name) for name in ("temperature", "top_p", "min_p", "presence_penalty")],
         *[("presence_penalty", v, "between -2.0 and 2.0") for v in (-2.1, 2.1, NAN, None)],
         *[("frequency_penalty", v, "between -2.0 and 2.0") for v in (-2.1, 2.1, NAN, None)],
@@ -82,6 +83,7 @@ def test_whole_numbers_are_numbers(field):
         {"top_p": 1.0},
         {"min_p": 1.0},
         {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e3, "temperature": 1e3},
         {"presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"max_tokens": 1},
         {"min_tokens": 64},
@@ -112,6 +114,15 @@ def test_the_ends_of_every_range_are_allowed(settings):
 )
 def test_greedy_is_what_leaves_one_token_whatever_the_logits(settings, greedy):
     assert SamplingParams(**settings).greedy is greedy
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), BeamSearchParams()])
+def test_settings_do_not_change_under_a_request(params):
+    """What was checked, and whether it is greedy, would be of settings that are no more."""
+    with pytest.raises(FrozenInstanceError):
+        params.max_tokens = 5
+    assert replace(params, max_tokens=5).max_tokens == 5
+    assert not replace(SamplingParams(temperature=0), temperature=0.9).greedy
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 1}])

@@ -13,6 +13,7 @@ import torch
 from engine import LLM, BeamSearchParams, SamplingParams, model_runner, step_graphs
 from engine.graph_inputs import GraphInputs
 from engine.graph_shapes import Shape, all_shapes, capture_order, decode_sizes
+from engine.sampling_params import MAX_REPETITION_PENALTY, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from engine.step_graphs import StepGraphs, why_eager
 from mixed_requests import prompts, serve
 from models.layers.attention import attention_layers
@@ -54,6 +55,34 @@ def test_sequences_that_are_preempted_come_back_with_their_new_tables(
     assert_greedy(reference, prompts(6), tokens(llm, prompts(6), long))
     assert llm.stats()["preemptions"] > 0
     assert graphs_of(llm)._recorder.replays > 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("seqs", "step"), [(2, 2), (4, 4), (8, 8), (4, 5), (1, 1)])
+def test_steps_as_short_as_many_sequences_draw_from_each_prompt_s_last_token(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Path, reference: Any, seqs: int, step: int
+) -> None:
+    """A graph of as many prompts as prompt tokens has as many rows to draw from as rows, in another order."""
+    import fake_graphs
+
+    fake_graphs.install(monkeypatch)
+    llm = LLM(tiny_qwen3, **SETTINGS | {"max_num_seqs": seqs, "max_num_batched_tokens": step})
+    for asked in (prompts(5), *([one] for one in prompts(5))):
+        assert_greedy(reference, asked, tokens(llm, asked, GREEDY))
+    assert graphs_of(llm)._recorder.replays > 8  # type: ignore[attr-defined]
+
+
+def test_the_limits_of_a_request_s_settings_are_such_as_a_graph_s_draw_holds(graphed: LLM) -> None:
+    """More than float32 holds would fail there, and two such requests at once end the engine."""
+    ends = [{"temperature": MAX_TEMPERATURE}, {"repetition_penalty": MAX_REPETITION_PENALTY}]
+    ends += [{"repetition_penalty": MIN_REPETITION_PENALTY}, {"temperature": 5e-324}]
+    params = [SamplingParams(max_tokens=5, ignore_eos=True, seed=1, **settings) for settings in ends for _ in range(2)]
+    outputs = graphed.generate(prompts(len(params)), params, use_tqdm=False)
+    assert [(out.finish_reason, len(out.token_ids)) for out in outputs] == [("length", 5)] * len(params)
+    context = graphed.engine.max_model_len
+    for stop_ids in ([], list(range(100, 200))):  # more of them than a row of the draw has room for
+        longest = SamplingParams(temperature=0, max_tokens=10**19, min_tokens=10**19, stop_token_ids=stop_ids)
+        outputs = graphed.generate([[3] * (context - 4)] * 2, longest, use_tqdm=False)
+        assert [(out.finish_reason, len(out.token_ids)) for out in outputs] == [("length", 4)] * 2
 
 
 def test_decodes_over_one_system_prompt_share_it_while_others_come_and_go(graphed: LLM, reference: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import islice
 
 import pytest
 
 from engine.origin import Origin
 from engine.outputs import Delta, RequestMetrics, RequestPriority, StepOutput
-from engine.request_stream import BlockingStream, Submission
+from engine.request_stream import BlockingStream, RequestStream, Submission, hand_over
 from engine.sampling_params import SamplingParams
 from engine.sequence import as_array
 from engine.stream import StreamState, merge
@@ -181,3 +182,54 @@ def test_a_last_word_that_was_not_read_yet_stands_whatever_another_thread_delive
     for output in (StepOutput(7, [5]), StepOutput(7, [], "abort"), StepOutput(7, [6])):
         stream.put(output)
     assert [(delta.token_ids, delta.finish_reason) for delta in islice(stream, 1)] == [([5], "abort")]
+
+
+class Failing(Bytes):
+    """Cannot tell the bytes of the letter x."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id == ord("x"):
+            raise KeyError("x")
+        return super().token_bytes(token_id)
+
+
+def submission(request_id: int, n: int = 1) -> Submission:
+    prompt = [*b"hi"]
+    params = SamplingParams(n=n)
+    return Submission(request_id, prompt, as_array(prompt), params, RequestPriority.NORMAL, Origin(), 0.0)
+
+
+async def test_a_reply_whose_text_cannot_be_made_ends_alone() -> None:
+    """The others of its step come through, and so does its other continuation."""
+    aborted: list[tuple[int, str, int | None]] = []
+    loop = asyncio.get_running_loop()
+    streams = [
+        RequestStream(submission(i, n), Failing(), lambda *what: aborted.append(what), loop)  # type: ignore[arg-type]
+        for i, n in ((1, 2), (2, 1))
+    ]
+    first, second = streams
+    hand_over([(first, StepOutput(1, [*b"ax"], index=0, num_prompt_tokens=2))])
+    hand_over(
+        [
+            (first, StepOutput(1, [*b"b"], index=0)),  # what the engine sends before it hears of it
+            (first, StepOutput(1, [*b"c"], "length", index=1, num_prompt_tokens=2)),
+            (second, StepOutput(2, [*b"d"], "length", num_prompt_tokens=2)),
+        ]
+    )
+    deltas = [delta async for delta in first]
+    assert [(delta.index, delta.text, delta.finish_reason) for delta in deltas] == [
+        (0, "", "error"),
+        (1, "c", "length"),
+    ]
+    assert deltas[0].error == "the text of this reply cannot be made: KeyError: 'x'"
+    assert [(delta.text, delta.finish_reason) async for delta in second] == [("d", "length")]
+    assert aborted == [(1, "abort", 0)]
+    assert first.output().outputs[0].finish_reason == "error"
+
+
+def test_a_thread_that_reads_a_reply_whose_text_cannot_be_made_is_told_so() -> None:
+    aborted: list[tuple[int, str, int | None]] = []
+    stream = BlockingStream(submission(7), Failing(), lambda *what: aborted.append(what))  # type: ignore[arg-type]
+    stream.put(StepOutput(7, [*b"x"], num_prompt_tokens=2))
+    assert [delta.finish_reason for delta in stream] == ["error"]
+    assert aborted == [(7, "abort", 0)]

@@ -103,6 +103,13 @@ def test_what_the_largest_step_needs_is_taken_from_the_pool_and_logged(
     assert any(message.startswith("largest step: needs 0.00 GiB") for message in caplog.messages)
 
 
+def test_memory_that_one_sequence_cannot_fill_keeps_the_blocks_of_ended_turns(runner: ModelRunner) -> None:
+    config, block = EngineConfig(max_num_seqs=1, gpu_memory_utilization=1.0), runner.kv_bytes_per_block()
+    for free, most in ((500, 500), (100_000, 2**16)):
+        manager = DeviceManager(config, Card(free=free * block))
+        assert num_blocks_that_fit(config, manager, CARD, runner) == most
+
+
 def test_a_card_without_room_for_one_step_is_refused_with_what_to_do(runner: ModelRunner) -> None:
     config = EngineConfig(max_num_seqs=8)
     manager = DeviceManager(config, Card(holds_a_step=False))
@@ -117,3 +124,23 @@ def test_no_step_is_run_on_a_cpu_or_for_a_count_that_was_set(runner: ModelRunner
     config = EngineConfig(max_num_seqs=8, num_kvcache_blocks=50)
     assert num_blocks_that_fit(config, DeviceManager(config, card), CARD, runner) == 50
     assert card.ran == 0
+
+
+class _Tight(torch.Tensor):
+    """A pool beside which there is no room for what is read of all layers at once."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and len(index) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 236.00 MiB")
+        return super().__getitem__(index)
+
+
+def test_blocks_are_copied_layer_by_layer_where_there_is_no_memory_for_all(runner: ModelRunner) -> None:
+    runner.allocate_kv_cache(6)
+    assert runner.kv_cache is not None
+    pool = torch.randn(runner.kv_cache.shape)
+    before = pool.clone()
+    runner.kv_cache = pool.as_subclass(_Tight)
+    runner.copy_blocks({1: 0, 2: 1, 5: 4})  # one reads what another writes
+    assert torch.equal(pool, before[:, :, [0, 0, 1, 3, 4, 4]])
+    runner.release_kv_cache()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.device import DevicePlan
 from engine.llm_engine import LLMEngine
 from engine.loading import EngineParts
 from engine.model_runner import StepHandle
@@ -217,7 +217,7 @@ def history_engine(
         model_name="stand-in",
         model_config=model_config,
         tokenizer=None,
-        device=SimpleNamespace(block_size=block_size, device="cpu", dtype="none", attention_backend="none"),  # type: ignore[arg-type]
+        device=DevicePlan(torch.device("cpu"), torch.float32, "none", block_size, ()),
         runner=HistoryRunner(num_blocks, block_size),
         num_blocks=num_blocks,
         num_parameters=0,

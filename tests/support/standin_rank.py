@@ -12,7 +12,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from engine.rank import RankSetup, end_as_an_orphan, end_with_parent
+from engine.rank import RankSetup, Ready, end_as_an_orphan, end_with_parent
 
 
 def main(setup: RankSetup, channel: Connection) -> None:
@@ -36,7 +36,7 @@ def play(setup: RankSetup, channel: Connection) -> None:
         time.sleep(1.5)
     channel.send(("fits", 100 - 30 * setup.rank))
     num_blocks = channel.recv()
-    channel.send(("ready", (0.001, [])))
+    channel.send(("ready", Ready(0.001, 0.0, [])))
     answered = 0
     while (message := channel.recv()) is not None:
         step, _chores, _ahead = message
