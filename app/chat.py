@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS, ChatSettings
@@ -24,7 +24,7 @@ from app.store import NotFound, Store
 from app.text import message_text, storable, title_text
 from app.thinking import ThinkingSplit, split_thinking
 from app.unsaved import UnsavedReply
-from app.views import ChatInfo, ChatView, TurnView, branch_to, can_continue, newest_leaf, turn_views
+from app.views import ChatInfo, ChatView, TurnView, branch_to, can_continue, context_used, turn_views
 
 if TYPE_CHECKING:
     from engine.engine_thread import EngineThread
@@ -75,6 +75,10 @@ class ChatService:
         """The user's chats, last updated first."""
         return [self._info(row) for row in await self._store.chats(_user(user), limit, offset)]
 
+    async def count_chats(self, user: str) -> int:
+        """How many chats the user has."""
+        return await self._store.count_chats(_user(user))
+
     async def search(self, user: str, text: str, limit: int = 100) -> list[ChatInfo]:
         """Chats whose title or any turn contains `text`, whatever its case; a blank text lists all."""
         text = " ".join(storable(text).split())
@@ -87,7 +91,6 @@ class ChatService:
         with _worded(chat_id):
             chat, turns, job, unsaved = await self._present(_user(user), chat_id)
         branch = branch_to(turns, chat.leaf)
-        last = next((t.figures for t in reversed(branch) if t.role == "assistant" and t.figures), {})
         return ChatView(
             id=chat.id,
             title=chat.title,
@@ -96,7 +99,8 @@ class ChatService:
             job=job,
             unsaved=unsaved,
             owner=self.owner_slot(chat_id),
-            context_used=last.get("prompt_tokens", 0) + last.get("output_tokens", 0),
+            leaf=chat.leaf or 0,
+            context_used=context_used(branch),
             context_limit=context_limit(self._engine.status()),
         )
 
@@ -148,13 +152,19 @@ class ChatService:
         return SMALL_MODEL_DEFAULTS if self._engine.status().small_model else DEFAULTS
 
     # -- turns -------------------------------------------------------------------------------------------------
-    async def send(self, user: str, chat_id: str, text: str) -> Job:
-        """Append a user's message to the open branch and answer it."""
+    async def send(self, user: str, chat_id: str, text: str, shown_leaf: int = 0) -> Job:
+        """Append a user's message to the open branch and answer it.
+
+        shown_leaf: the last turn that the user saw, 0 where that is not known. A branch that does not go on from there
+        was opened in another window since; then the message is appended to what was seen."""
         message = message_text(text)
 
         async def start(chat: ChatRow) -> Job:
             branch = await self._store.path(user, chat.id, chat.leaf)
-            return await self._answer(user, chat, [*branch, _user_turn(message, chat.leaf)])
+            if shown_leaf and all(turn.id != shown_leaf for turn in branch):
+                with suppress(NotFound):  # such as one that was taken back
+                    branch = await self._store.path(user, chat.id, shown_leaf)
+            return await self._answer(user, chat, [*branch, _user_turn(message, branch[-1].id if branch else None)])
 
         return await self._start(user, chat_id, start)
 
@@ -198,9 +208,7 @@ class ChatService:
     async def open_branch(self, user: str, chat_id: str, turn_id: int) -> None:
         """Make the branch through this turn the open one, down to its newest leaf."""
         with _worded(chat_id):
-            _, turns = await self._store.chat_and_turns(_user(user), chat_id)
-            leaf = newest_leaf(turns, _turn_id(turn_id))
-            await self._store.set_leaf(user, chat_id, leaf)
+            await self._store.open_branch(_user(user), chat_id, _turn_id(turn_id))
 
     async def stop(self, user: str, chat_id: str) -> bool:
         """Stop the chat's running job, keeping its text; False if nothing runs."""
@@ -270,7 +278,7 @@ class ChatService:
 
     def _info(self, row: ChatRow) -> ChatInfo:
         answering, owner = self._replies.job(row.id) is not None, self._owners.known(row.id)
-        return ChatInfo(row.id, row.title, row.created, row.updated, answering, row.snippet, owner)
+        return ChatInfo(row.id, row.title, row.created, row.updated, answering, row.snippet, owner, row.leaf or 0)
 
     async def _path(self, user: str, chat_id: str, turn_id: int) -> list[TurnRow]:
         return await self._store.path(user, chat_id, _turn_id(turn_id))

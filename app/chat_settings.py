@@ -61,7 +61,7 @@ class ChatSettings:
     def sampling_params(self, rest_of_context: int) -> SamplingParams:
         """What the engine gets; max_tokens is cut to `rest_of_context` (tokens, at least 1)."""
         wanted = rest_of_context if self.max_tokens is None else self.max_tokens
-        params = SamplingParams(
+        return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -69,12 +69,10 @@ class ChatSettings:
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            max_tokens=wanted,
+            max_tokens=min(wanted, rest_of_context),
             seed=self.seed,
             stop=self.stop,
         )
-        params.max_tokens = min(wanted, rest_of_context)
-        return params
 
     def changed(self, changes: dict[str, Any]) -> ChatSettings:
         """A copy with `changes`; an unknown name raises ValueError."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from app.chat import ChatView, JobSnapshot, TurnView
 
+# All that ASCII has beside letters, digits and spaces, line breaks too: whatever begins a line begins none.
+_MARKUP = {code: f"&#{code};" for code in range(128) if not chr(code).isalnum() and chr(code) != " "}
 WINDOW = 40  # turns; at 12 updates a second 200 of them kept a browser's main thread 70 % busy
 
 
@@ -26,11 +28,17 @@ class Rendered:
     hidden: int = 0
 
 
-def render(view: ChatView, first: int = 0, snapshot: JobSnapshot | None = None) -> Rendered:
+def render(
+    view: ChatView,
+    first: int = 0,
+    snapshot: JobSnapshot | None = None,
+    known: dict[int, list[dict[str, Any]]] | None = None,
+) -> Rendered:
     """The chat's branch from turn `first` on (0, or a turn of another branch: its last WINDOW turns).
 
-    `snapshot` replaces the text of the turn that it tells of.
+    `snapshot` replaces the text of the turn that it tells of. known: messages by turn, of this view, which it fills.
     """
+    known = {} if known is None else known
     start = next((i for i, turn in enumerate(view.turns) if turn.id == first), max(0, len(view.turns) - WINDOW))
     shown = view.turns[start:]
     rendered = Rendered(first=shown[0].id if shown else 0, hidden=start)
@@ -38,14 +46,23 @@ def render(view: ChatView, first: int = 0, snapshot: JobSnapshot | None = None) 
     for turn in shown:
         if turn.role == "user":
             asked = turn
-            messages = [{"role": "user", "content": turn.text}]
-        elif snapshot is not None and snapshot.turn_id == turn.id and not snapshot.done:
+        if snapshot is not None and snapshot.turn_id == turn.id and not snapshot.done:
             messages = _running(snapshot)
+        elif turn.id in known:
+            messages = known[turn.id]
         else:
-            messages = _reply(turn, asked)
+            is_user = turn.role == "user"
+            messages = known[turn.id] = [_message(as_typed(turn.text), "user")] if is_user else _reply(turn, asked)
         rendered.messages += messages
         rendered.turns += [turn] * len(messages)
     return rendered
+
+
+def as_typed(text: str) -> str:
+    """A user's text such that the page shows it as it was typed: the Chatbot takes every message for Markdown with
+    HTML, of which tags vanish and __init__ turns bold. assets/page.js reads it back, for the edit box and for copies,
+    by the seven digits of the first character."""
+    return f"&#{ord(text[0]):07d};{text[1:].translate(_MARKUP)}" if text else ""
 
 
 def older(view: ChatView, first: int) -> int:
@@ -59,7 +76,7 @@ def _reply(turn: TurnView, asked: TurnView | None) -> list[dict[str, Any]]:
     messages = []
     if split.thinking:
         title = "Thoughts" if split.closed else "Thoughts (cut off)"
-        messages.append(_message(split.thinking, metadata={"title": title, "status": "done"}))
+        messages.append(_message(split.thinking, title=title, status="done"))
     if split.answer:
         messages.append(_message(split.answer))
     line = turn.line or {"cut": "cut off: the server ended during this reply", "error": "error"}.get(turn.status, "")
@@ -77,7 +94,7 @@ def _running(snapshot: JobSnapshot) -> list[dict[str, Any]]:
     messages = []
     if split.thinking:
         title, status = ("Thoughts", "done") if split.closed else ("Thinking…", "pending")
-        messages.append(_message(split.thinking, metadata={"title": title, "status": status}))
+        messages.append(_message(split.thinking, title=title, status=status))
     if split.answer:
         messages.append(_message(split.answer))
     if not messages:
@@ -120,8 +137,9 @@ def _links(turn: TurnView, asked: TurnView | None) -> str:
     return " ".join(links)
 
 
-def _message(content: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+def _message(text: str, role: str = "assistant", **metadata: str) -> dict[str, Any]:
+    """As a part of a message: of one that is a string gr.Chatbot takes the indentation and the tabs away."""
+    message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": text}]}
     if metadata:
         message["metadata"] = metadata
     return message

@@ -102,7 +102,7 @@ def notes(figures: Figures) -> list[str]:
         said.append(f"{turns} left out to fit the context.")
     if figures.encoded_anew:
         replies = "1 earlier reply was" if figures.encoded_anew == 1 else f"{figures.encoded_anew} earlier replies were"
-        said.append(f"{replies} written by another model and encoded anew.")
+        said.append(f"{replies} encoded anew: imported, or of another model.")
     # (Blocks of a sibling branch may hold more than this branch's own stored tokens.)
     if figures.diverged_at is not None and not figures.left_out and figures.cached_tokens <= figures.reused_prefix:
         said.append(

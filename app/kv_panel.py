@@ -5,7 +5,7 @@ open chat comes as the component's value, JSON made here:
 
     {"owner": int,                     the chat's slot on KV blocks: tells "mine" from all others (page.js knows the
                                        slots of the reader's other chats from the list of chats)
-     "context_used": int, "context_limit": int,   tokens; limit 0 while no model is loaded
+     "context_used": int | null, "context_limit": int,   tokens; null where not known, limit 0 while no model is loaded
      "turns": [{"n": int,              the how-manieth reply of the branch, from 1
                 "at": float,           seconds since the epoch
                 "ttft": float, "rate": float,     seconds, tokens/s
@@ -22,7 +22,6 @@ from typing import Any
 import gradio as gr
 
 from app.chat import ChatView, Figures, JobSnapshot
-from engine.stats import MIN_PREFILL_SAMPLE
 
 ASSETS = Path(__file__).parent / "assets"
 TURNS_SENT = 20
@@ -43,8 +42,7 @@ def panel_value(
     view: ChatView | None, snapshot: JobSnapshot | None = None, prefill_rate: float = 0.0
 ) -> dict[str, Any]:
     """The component's value for an open chat (None: a new one). `snapshot` stands for its running reply;
-    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet, then the best of this chat's replies that tell it
-    stands for it) gives the estimate without the cache."""
+    `prefill_rate` (tokens/s, as the engine measured it; 0: not yet) gives the estimate without the cache."""
     if view is None:
         return {"owner": 0, "context_used": 0, "context_limit": 0, "turns": []}
     replies = [turn for turn in view.turns if turn.role == "assistant"]
@@ -55,19 +53,11 @@ def panel_value(
         figures = snapshot.figures if live and snapshot is not None else turn.figures
         if figures is not None:
             known.append((n, turn.created, figures))
-    rate = prefill_rate or max((_prefill_rate(figures) for _, _, figures in known), default=0.0)
-    turns = [_turn(n, created, figures, rate) for n, created, figures in known]
+    turns = [_turn(n, created, figures, prefill_rate) for n, created, figures in known]
     used = view.context_used
     if snapshot is not None and turns:
-        used = max(used, turns[-1]["prompt"] + turns[-1]["out"])
+        used = max(used or 0, turns[-1]["prompt"] + turns[-1]["out"])
     return {"owner": view.owner, "context_used": used, "context_limit": view.context_limit, "turns": turns}
-
-
-def _prefill_rate(figures: Figures) -> float:
-    """Prompt tokens a second of one reply, the wait for its turn included: a low estimate. 0 where it tells none: after
-    a few tokens the costs that every first token has would pass for the prefill's."""
-    computed = figures.prompt_tokens - figures.cached_tokens
-    return computed / figures.ttft if computed >= MIN_PREFILL_SAMPLE and figures.ttft > 0 else 0.0
 
 
 def _turn(n: int, created: float, figures: Figures, prefill_rate: float) -> dict[str, Any]:

@@ -285,8 +285,8 @@ def _check_device(device: str, attention_backend: str) -> bool:
     no_card = sys.platform == "linux" and not any(os.path.exists(node) for node in GPU_NODES)
     if device == "cuda" and no_card:
         raise CannotStart("--device cuda: this machine has no GPU driver loaded; use --device cpu or auto")
-    if attention_backend == "triton" and (device == "cpu" or no_card):
-        raise CannotStart("--attention-backend triton needs a GPU; on a CPU use sdpa or auto")
+    if attention_backend in ("triton", "flash_attn") and (device == "cpu" or no_card):
+        raise CannotStart(f"--attention-backend {attention_backend} needs a GPU; on a CPU use sdpa or auto")
     return device == "cpu" or no_card
 
 

@@ -1,7 +1,7 @@
 """The OpenAI-compatible API: /v1/models and /v1/chat/completions, streamed (SSE) or whole.
 
-It shares engine, prefix cache and panel with the page. Everything here runs on the server's event loop; only the
-tokenizing of a long prompt goes to a thread, since it would hold up every other stream.
+It shares engine, prefix cache and panel with the page. Everything here runs on the server's event loop; only what a
+long body takes until its prompt's ids are known goes to a thread, since it would hold up every other stream.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -22,11 +22,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from app.openai_logprobs import choice_logprobs
-from app.openai_schema import ApiError, ChatCompletionRequest, invalid, parse_request
+from app.openai_schema import ApiError, ChatCompletionRequest, count_messages, invalid, parse_request
+from app.replies import context_limit
 from app.security import Guard
 from app.settings import Settings
 from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
 from engine.outputs import Delta, TokenLogprobs
+from engine.sampling_params import SamplingParams
 from engine.shown import shortened, shown
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
 
 MAX_BODY = 8 * 2**20  # bytes
-LONG_PROMPT = 20_000  # characters from which the prompt is tokenized in a thread (about 10 ms)
+# Bytes from which a body is read and its prompt tokenized in a thread (about 10 ms). Whatever costs time, text or many
+# short messages or arguments of the template, makes the body long.
+LONG_BODY = 10_000
 RETRY_LOADING, RETRY_FULL = "5", "1"  # seconds, the headers Retry-After of 503 and 429
 
 
@@ -81,12 +85,13 @@ def build_api(settings: Settings, engine: EngineThread, guard: Guard) -> FastAPI
     @api.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
         check_caller(request)
-        wanted = parse_request(await _body(request))
-        _check_ready(engine)  # first: before it is, and after it has failed, the model's name is not known
-        if wanted.model not in (engine.status().model, settings.model):
-            raise _unknown_model(wanted.model, engine)
-        reply = Reply(wanted, await _submit(wanted, engine), engine)
-        if wanted.stream:
+        body = await _body(request)
+        if len(body) > LONG_BODY:
+            prepared = await asyncio.to_thread(_prepare, body, engine, settings)
+        else:
+            prepared = _prepare(body, engine, settings)
+        reply = Reply(prepared.request, _submit(prepared, engine), engine)
+        if prepared.request.stream:
             return EventStream(reply)
         async with _aborted_when_gone(request.receive, reply.stream):
             return JSONResponse(await reply.whole())
@@ -273,26 +278,45 @@ def _check_ready(engine: EngineThread) -> tuple[EngineStatus, Tokenizer]:
     return status, tokenizer
 
 
-async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> RequestStream:
-    """Encode the prompt and hand it to the engine; every refusal as ApiError."""
-    status, tokenizer = _check_ready(engine)
+class Prepared(NamedTuple):
+    """A request as the engine takes it."""
+
+    request: ChatCompletionRequest
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+def _prepare(body: bytes, engine: EngineThread, settings: Settings) -> Prepared:
+    """Read the body and encode its prompt; every refusal as ApiError. What is far too long is refused before anything
+    is done with it that takes long."""
+    status = engine.status()
+    if status.ready and (count := count_messages(body)) >= context_limit(status):  # of one token each at least
+        raise _far_too_long(count, status)
+    wanted = parse_request(body)
+    status, tokenizer = _check_ready(engine)  # before it is, and after it has failed, the model's name is not known
+    if wanted.model not in (status.model, settings.model):
+        raise _unknown_model(wanted.model, engine)
     messages = wanted.chat_messages()
-    pool = status.kv["total"] * status.block_size
-    text, limit = "".join(m["content"] for m in messages), min(status.max_model_len, pool)
-    if len(text) > LONG_PROMPT and (least := await asyncio.to_thread(tokenizer.least_tokens, text, limit)) >= limit:
-        raise _too_long(f"at least {least}", f"this server takes {limit}, the reply's included")
-    prompt_ids = await _encode(
-        lambda: tokenizer.encode_chat(messages, template_kwargs=wanted.chat_template_kwargs),
-        long=len(text) > LONG_PROMPT,
-    )
+    text, limit = "".join(m["content"] for m in messages), context_limit(status)
+    if len(text) > LONG_BODY and (least := tokenizer.least_tokens(text, limit)) >= limit:
+        raise _far_too_long(least, status)
+    try:
+        prompt_ids = tokenizer.encode_chat(messages, template_kwargs=wanted.chat_template_kwargs)
+    except ValueError as error:  # the chat template's own refusal, of an order of roles for instance
+        raise ApiError(400, str(error), param="messages") from None
     room = status.max_model_len - len(prompt_ids)
     if room < 1:
         context = f"this model's context is {status.max_model_len} tokens, for the prompt and at least one of the reply"
         raise _too_long(len(prompt_ids), context)
-    if len(prompt_ids) > pool:
-        raise _too_long(len(prompt_ids), f"the KV cache holds {pool} tokens (--num-kvcache-blocks)")
+    if len(prompt_ids) > limit:
+        raise _too_long(len(prompt_ids), f"the KV cache holds {limit} tokens (--num-kvcache-blocks)")
+    return Prepared(wanted, prompt_ids, wanted.sampling_params(room))
+
+
+def _submit(prepared: Prepared, engine: EngineThread) -> RequestStream:
+    """Hand the request to the engine; every refusal as ApiError."""
     try:
-        return engine.submit(prompt_ids, wanted.sampling_params(room))
+        return engine.submit(prepared.prompt_ids, prepared.params)
     except QueueFull as error:
         headers = {"Retry-After": RETRY_FULL}
         raise ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers) from None
@@ -304,13 +328,6 @@ async def _submit(wanted: ChatCompletionRequest, engine: EngineThread) -> Reques
         raise invalid(error) from None
 
 
-async def _encode(encode: Callable[[], list[int]], long: bool) -> list[int]:
-    try:
-        return await asyncio.to_thread(encode) if long else encode()
-    except ValueError as error:  # the chat template's own refusal, of an order of roles for instance
-        raise ApiError(400, str(error), param="messages") from None
-
-
 def _unknown_model(model: str, engine: EngineThread) -> ApiError:
     message = f"the model {shown(model)} is not served here; this server has {engine.status().model!r}"
     return ApiError(404, message, param="model", code="model_not_found")
@@ -319,6 +336,10 @@ def _unknown_model(model: str, engine: EngineThread) -> ApiError:
 def _too_long(prompt_tokens: int | str, limit: str) -> ApiError:
     message = f"the prompt has {prompt_tokens} tokens, but {limit}; shorten the messages"
     return ApiError(400, message, param="messages", code="context_length_exceeded")
+
+
+def _far_too_long(least: int, status: EngineStatus) -> ApiError:
+    return _too_long(f"at least {least}", f"this server takes {context_limit(status)}, the reply's included")
 
 
 def _unavailable(message: str) -> ApiError:

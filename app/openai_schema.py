@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from engine.sampling_params import SamplingParams
 from engine.shown import shortened, shown
@@ -43,6 +43,10 @@ _IGNORED = {
 # What an assistant message carries when a client sends back the one it was given.
 _MESSAGE_UNAVAILABLE = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
 _MESSAGE_IGNORED = {"annotations", "name", "reasoning", "reasoning_content"}
+# A template may write them into the prompt, whose length is known only then; and what is tokenized in one piece holds
+# up the whole process.
+MAX_TEMPLATE_CHARS = 50_000
+_JSON = TypeAdapter(Any)
 
 
 class ApiError(Exception):
@@ -162,6 +166,16 @@ def invalid(error: ValueError) -> ApiError:
     return ApiError(400, str(error), param=param)
 
 
+def count_messages(body: bytes) -> int:
+    """How many messages the body has; 0 where it is no request. Ten times as quick as parse_request."""
+    try:
+        data = _JSON.validate_json(body)
+    except ValueError:
+        return 0
+    messages = data.get("messages") if isinstance(data, dict) else None
+    return len(messages) if isinstance(messages, list) else 0
+
+
 def parse_request(body: bytes) -> ChatCompletionRequest:
     """The request in `body`; ApiError (400) naming the field if anything in it cannot be honoured."""
     try:
@@ -173,9 +187,21 @@ def parse_request(body: bytes) -> ChatCompletionRequest:
         raise ApiError(400, "top_logprobs is allowed only with logprobs=true", param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
+    if (length := _length(request.chat_template_kwargs)) > MAX_TEMPLATE_CHARS:
+        words = f"{length:,} characters; at most {MAX_TEMPLATE_CHARS:,} are allowed: shorten it"
+        raise ApiError(400, f"chat_template_kwargs has {words}", param="chat_template_kwargs")
     for i, message in enumerate(request.messages):
         _check_extra(message, _MESSAGE_UNAVAILABLE, _MESSAGE_IGNORED, f"messages[{i}].")
     return request
+
+
+def _length(value: Any) -> int:
+    """About the characters that a JSON value has where a template writes it."""
+    if isinstance(value, dict):
+        return sum(len(key) + _length(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sum(1 + _length(item) for item in value)
+    return len(value) if isinstance(value, str) else len(str(value))
 
 
 def _text(message: Message, where: str) -> str:

@@ -14,6 +14,7 @@ from gradio.route_utils import FnIndexInferError
 from starlette.exceptions import HTTPException
 
 from app.errors import ChatError
+from app.page_queue import PageQueue
 from engine.shown import shortened, shown
 
 log = logging.getLogger("pageturn.page")
@@ -25,6 +26,13 @@ NO_SUCH_EVENT = "the page has no such event"
 
 class PageBlocks(gr.Blocks):
     """Its listeners take arguments as they come (`preprocess=False`), and check them (app/page_arguments.py)."""
+
+    def queue(self, *_: Any, **__: Any) -> PageBlocks:
+        """Called by gr.Blocks while it is made, whose own makes an application besides, which takes 0.1 s and which
+        mounting the page replaces."""
+        self._queue = PageQueue(self)
+        self.api_open = False
+        return self
 
     def close_events(self) -> None:
         """Call it once all listeners are there."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from app.chat_settings import DEFAULTS
-from app.records import ChatRow, TurnRow
+from app.records import ChatRow, TurnRow, newest_leaf
 from app.text import MAX_MESSAGE_CHARS, MAX_TITLE_CHARS, storable
 from engine.shown import shown
 
@@ -42,7 +42,8 @@ def to_portable(chat: ChatRow, turns: Sequence[TurnRow]) -> dict[str, Any]:
 
 def from_portable(data: Any) -> tuple[str, dict[str, Any], list[TurnRow], int | None]:
     """(title, settings, turns, open leaf) of what `to_portable` wrote, every value checked. Raises ValueError naming
-    the first thing that is wrong."""
+    the first thing that is wrong. The open leaf is the newest one at or below "open": what is sent next goes under it,
+    and is shown only at a branch's end."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'this is not an exported chat: "format" must be "{FORMAT}"')
     version = data.get("version")
@@ -62,9 +63,17 @@ def from_portable(data: Any) -> tuple[str, dict[str, Any], list[TurnRow], int | 
     turns: list[TurnRow] = []
     for index, row in enumerate(rows):
         turns.append(_turn(index, row, turns))
+    answered = {turn.parent for turn in turns}
+    for turn in turns:
+        # Chats have none: a message is stored with its reply. The next one would stand under this one, as a reply.
+        if turn.role == "user" and turn.id not in answered:
+            way_on = f'add a turn with "parent" {turn.id} and "role" "assistant" (its "text" may be "")'
+            raise ValueError(f'turns[{turn.id}] has "role" "user" and no reply under it: {way_on}, or leave it out')
     leaf = data.get("open")
     if leaf is not None and not _is_index(leaf, len(turns)):
         raise ValueError(f'"open" is {shown(leaf)}; it must be null or a position from 0 to {len(turns) - 1}')
+    if leaf is not None:
+        leaf = newest_leaf(((turn.id, turn.parent) for turn in turns), leaf)
     return storable(title), settings, turns, leaf
 
 

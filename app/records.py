@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,14 @@ class TurnRow:
     common: int = 0
     suffix: Sequence[int] = field(default_factory=list)
     reply: Sequence[int] = field(default_factory=list)
+
+
+def newest_leaf(turns: Iterable[tuple[int, int | None]], turn_id: int) -> int:
+    """From a turn down to a leaf, the newest child each time. turns: (id, parent) of a chat's, oldest first."""
+    newest_child = {parent: child for child, parent in turns}
+    while turn_id in newest_child:
+        turn_id = newest_child[turn_id]
+    return turn_id
 
 
 def full_ids(path: Sequence[TurnRow]) -> list[int]:

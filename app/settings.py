@@ -171,7 +171,7 @@ class Settings:
         "Tokens of one KV block.",
         parse=_integer,
         metavar="N",
-        shown_default="what the attention backend prefers (16)",
+        shown_default="what the attention backend prefers: 16 for sdpa, 32 for triton, 256 for flash_attn",
     )
     num_kvcache_blocks: int = _setting(
         -1,
@@ -329,7 +329,7 @@ class _Parser(argparse.ArgumentParser):
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
                 raise SettingsError(f"unexpected argument {shown(word)}; every setting is a flag, see --help")
-            near = difflib.get_close_matches(word, [flag(f.name) for f in fields(Settings)], n=1)
+            near = difflib.get_close_matches(word, [flag(f.name) for f in fields(Settings)], n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else "see --help for the list"
             raise SettingsError(f"unknown flag {shortened(word)}; {hint}")
         return parsed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ FIELDS = (
 )
 _OPTIONAL = ("max_tokens", "seed")
 _INTEGER = ("top_k", "max_tokens", "seed")
+# What would end a line where every line is a stop string, and what says so: \n, \r, or \u and four hexadecimal digits.
+_TO_ESCAPE = re.compile(r"[\\\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+_ESCAPE = re.compile(r"\\(?:([\\nr])|u([0-9a-fA-F]{4}))")
+_ESCAPED = {"\\": "\\", "\n": "n", "\r": "r"}
+_UNESCAPED = {letter: char for char, letter in _ESCAPED.items()}
 
 PRESETS = {
     "The model's own": "",
@@ -52,7 +58,12 @@ def build_form() -> tuple[gr.Dropdown, list[Any]]:
         gr.Slider(-2, 2, step=0.05, label="Frequency penalty", elem_id="frequency-penalty"),
         gr.Textbox(label="Max tokens (empty: the rest of the context)", max_lines=1, elem_id="max-tokens"),
         gr.Textbox(label="Seed (empty: another one each time)", max_lines=1, elem_id="seed"),
-        gr.Textbox(label="Stop strings, one a line", lines=1, max_lines=4, elem_id="stop-strings"),
+        gr.Textbox(
+            label=r"Stop strings, one a line (\n: a line break, \\: a backslash)",
+            lines=1,
+            max_lines=4,
+            elem_id="stop-strings",
+        ),
         gr.Checkbox(label="Thinking, where the model can", elem_id="thinking"),
         gr.Checkbox(label="Leave out older turns when the context is full", elem_id="leave-out-older"),
     ]
@@ -67,7 +78,7 @@ def show_form(settings: ChatSettings) -> list[Any]:
         if name in _OPTIONAL:
             value = "" if value is None else str(value)
         elif name == "stop":
-            value = "\n".join(value)
+            value = "\n".join(_escaped(text) for text in value)
         values.append(value)
     return values
 
@@ -90,7 +101,7 @@ def read_form(values: Sequence[Any], defaults: ChatSettings) -> ChatSettings:
     changes: dict[str, Any] = {}
     for name, value in zip(FIELDS, values, strict=True):
         if name == "stop":
-            value = tuple(line for line in str(value or "").splitlines() if line)
+            value = tuple(_unescaped(line) for line in str(value or "").splitlines() if line)
         elif name in _OPTIONAL and not str("" if value is None else value).strip():
             value = None
         elif name == "top_k" and value is None:  # cleared
@@ -99,6 +110,16 @@ def read_form(values: Sequence[Any], defaults: ChatSettings) -> ChatSettings:
             value = _integer(name, value)
         changes[name] = value
     return defaults.changed(changes)
+
+
+def _escaped(text: str) -> str:
+    """A stop string as a line of the form."""
+    return _TO_ESCAPE.sub(lambda match: "\\" + (_ESCAPED.get(match[0]) or f"u{ord(match[0]):04x}"), text)
+
+
+def _unescaped(line: str) -> str:
+    """The stop string that a line of the form stands for. A backslash before anything else is a backslash."""
+    return _ESCAPE.sub(lambda match: _UNESCAPED[match[1]] if match[1] else chr(int(match[2], 16)), line)
 
 
 def _integer(name: str, value: Any) -> int:

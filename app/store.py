@@ -17,7 +17,7 @@ from typing import Any
 
 from app.data_folder import DataFolder, DataFolderInUse, DataFolderUnwritable, StoreError
 from app.database import Database, DatabaseCorrupt, DatabaseTooNew, Query, T
-from app.records import ChatRow, TurnRow, chat_row, full_ids, pack, turn_row
+from app.records import ChatRow, TurnRow, chat_row, full_ids, newest_leaf, pack, turn_row
 
 __all__ = [
     "ChatRow",
@@ -106,12 +106,19 @@ class Store:
         """Replace the chat's settings; NotFound."""
         await self._change_chat(user, chat_id, "settings = ?", json.dumps(settings))
 
-    async def set_leaf(self, user: str, chat_id: str, turn_id: int) -> None:
-        """Open the branch that ends in a turn of this chat; NotFound."""
+    async def count_chats(self, user: str) -> int:
+        """How many the user has."""
+        sql = "SELECT count(*) FROM chats WHERE user_id = ?"
+        return await self._read(lambda db: db.execute(sql, (user,)).fetchone()[0])
+
+    async def open_branch(self, user: str, chat_id: str, turn_id: int) -> None:
+        """Open the branch through a turn of this chat, down to its newest leaf; NotFound."""
 
         def query(db: sqlite3.Connection) -> None:
             _own_turn(db, user, chat_id, turn_id)
-            db.execute("UPDATE chats SET leaf = ? WHERE id = ?", (turn_id, chat_id))
+            turns = db.execute("SELECT id, parent FROM turns WHERE chat_id = ? ORDER BY id", (chat_id,))
+            leaf = newest_leaf(turns, turn_id)
+            db.execute("UPDATE chats SET leaf = ? WHERE id = ?", (leaf, chat_id))
 
         await self._write(query)
 

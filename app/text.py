@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from app.errors import BlankMessage
@@ -9,6 +10,14 @@ from app.errors import BlankMessage
 MAX_MESSAGE_CHARS = 1_000_000
 MAX_TITLE_CHARS = 200
 AUTO_TITLE_CHARS = 48
+UNSEEN_TITLE = "(blank)"
+# White space, control characters, what Unicode calls default-ignorable (zero-width spaces, marks of direction,
+# variation selectors, fillers, tags), and the braille pattern without a dot.
+_UNSEEN = re.compile(
+    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    r"\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    r"\U000e0000-\U000e0fff]+"
+)
 
 
 def storable(text: str) -> str:
@@ -38,8 +47,13 @@ def title_text(title: Any) -> str:
 
 
 def title_of(message: str) -> str:
-    """The first words of a first message."""
-    line = " ".join(message[: 4 * AUTO_TITLE_CHARS].split())
+    """The first words of a first message, from the first character that can be seen."""
+    if unseen := _UNSEEN.match(message):
+        message = message[unseen.end() :]
+    if not message:
+        return UNSEEN_TITLE
+    # So many words fill the room however short they are; the last item is the whole rest.
+    line = " ".join(message.split(maxsplit=AUTO_TITLE_CHARS))
     if len(line) <= AUTO_TITLE_CHARS:
         return line
     head = line[:AUTO_TITLE_CHARS]

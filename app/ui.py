@@ -17,7 +17,6 @@ from gradio.themes import Base, Default
 from app.kv_panel import kv_panel
 from app.page_arguments import as_text
 from app.page_blocks import PageBlocks
-from app.page_queue import PageQueue
 from app.settings_form import PRESETS, build_form
 from app.ui_events import PageEvents
 
@@ -33,11 +32,14 @@ LATEX = [
 # These run in the browser before an event is sent. The first argument becomes the browser's id, and how often its
 # reader has turned to a chat; the others what assets/page.js and compose.js know better than the page, which may not
 # show yet what the reader picked last: where a message goes, what was sent and not answered.
+# Settings are sent along where the reader may have changed them: another tab may have set them otherwise.
 IDENTIFY = "(user, ...rest) => [pageturn.user(), ...rest]"
 SENDING = (
-    "(user, target, name, chat, text, ...form) =>"
-    " { [target, text, name] = pageturn.sending(text); return [pageturn.user(), target, name, chat, text, ...form]; }"
+    "(user, target, name, leaf, chat, text, ...form) => { [target, text, name] = pageturn.sending(text);"
+    " return [pageturn.user(), target, name, pageturn.shownLeaf(), chat, text, ...pageturn.changed(form)]; }"
 )
+ACTING = "(user, chat, ...form) => [pageturn.user(), chat, ...pageturn.changed(form)]"
+ON_MESSAGE = "(user, chat, first, ...form) => [pageturn.user(), chat, first, ...pageturn.changed(form)]"
 PRESENT = "(user, target, names, ...rest) => [pageturn.user(), pageturn.target(), pageturn.namesOnTheWay(), ...rest]"
 ADDRESS = "() => [pageturn.user(), pageturn.chatInAddress(), pageturn.namesOnTheWay()]"
 # gr.HTML lets an event be listened to only where its name stands quoted in the component's script.
@@ -48,12 +50,13 @@ CUSTOM_EVENTS = (
 
 @dataclass
 class Page:
-    """The components that events read and change. user, target and name are filled by the browser alone; chat is the
-    id of the chat shown ("": a new one), first the id of its oldest turn shown."""
+    """The components that events read and change. user, target, name and leaf are filled by the browser alone; chat is
+    the id of the chat shown ("": a new one), first the id of its oldest turn shown."""
 
     user: gr.Textbox
     target: gr.Textbox
     name: gr.Textbox
+    leaf: gr.Textbox
     chat: gr.Textbox
     first: gr.Textbox
     chat_list: gr.HTML
@@ -80,8 +83,6 @@ def build_ui(chats: Any, engine: Any, settings: Any) -> tuple[gr.Blocks, dict[st
         events.page = _layout()
         _wire(demo, events.page, events)
     demo.close_events()
-    demo.queue(api_open=False)
-    demo._queue = PageQueue(demo)
     return demo, {"theme": _theme(), "css": (ASSETS / "page.css").read_text(encoding="utf-8"), "head": _head()}
 
 
@@ -89,6 +90,7 @@ def _layout() -> Page:
     user = gr.Textbox(visible="hidden", elem_id="user")
     target = gr.Textbox(visible="hidden", elem_id="picked-chat")
     name = gr.Textbox(visible="hidden", elem_id="message-name")
+    leaf = gr.Textbox(visible="hidden", elem_id="last-turn")
     chat = gr.Textbox(visible="hidden", elem_id="open-chat")
     first = gr.Textbox(visible="hidden", elem_id="first-turn")
     gr.HTML(
@@ -159,7 +161,22 @@ def _layout() -> Page:
         with gr.Column(elem_id="panel-column"):
             panel = kv_panel()
     return Page(
-        user, target, name, chat, first, chat_list, new_chat, older, chatbot, notice, message, stop, panel, preset, form
+        user,
+        target,
+        name,
+        leaf,
+        chat,
+        first,
+        chat_list,
+        new_chat,
+        older,
+        chatbot,
+        notice,
+        message,
+        stop,
+        panel,
+        preset,
+        form,
     )
 
 
@@ -177,22 +194,23 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
 
     on(demo.load, events.open_address, page.target, page.name, js=ADDRESS)
     on(page.new_chat.click, events.new)
-    on(page.message.submit, events.send, page.target, page.name, page.chat, page.message, *page.form, js=SENDING)
+    sent = [page.target, page.name, page.leaf, page.chat, page.message, *page.form]
+    on(page.message.submit, events.send, *sent, js=SENDING)
     on(page.stop.click, events.stop, page.chat, outputs=None, queue=False)  # at once
     on(page.older.click, events.load_older, page.chat, page.first)
-    on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form)
-    on(page.chatbot.retry, events.retry, page.chat, page.first, *page.form)
+    on(page.chatbot.edit, events.edit, page.chat, page.first, *page.form, js=ON_MESSAGE)
+    on(page.chatbot.retry, events.retry, page.chat, page.first, *page.form, js=ON_MESSAGE)
     on(page.chat_list.pick, events.pick)
     on(page.chat_list.rename, events.rename)
     on(page.chat_list.remove, events.remove, page.chat)
     on(page.chat_list.search, events.search)
     on(page.chat_list.export_chat, events.export, page.chat)
     on(page.chat_list.import_chat, events.bring_in)
-    on(page.chat_list.act, events.act, page.chat, *page.form)
+    on(page.chat_list.act, events.act, page.chat, *page.form, js=ACTING)
     on(page.chat_list.follow, events.follow, page.chat, page.first, outputs=[page.chatbot, page.panel])
     ending = [page.chatbot, page.panel, page.stop, page.chat_list, page.notice]
     on(page.chat_list.settle, events.settle, page.chat, page.first, outputs=ending)
-    on(page.chat_list.resync, events.resync, page.target, page.name, *page.form, js=PRESENT)
+    on(page.chat_list.resync, events.resync, page.target, page.name, page.first, *page.form, js=PRESENT)
     page.chat_list.retry_load(events.load_again, None, None, **raw)
     # "input" alone misses the first change after the server has set a text box.
     keep: dict[str, Any] = {"outputs": [page.notice], "trigger_mode": "always_last"}

@@ -21,7 +21,7 @@ from app import chat_view
 from app.chat import ChatError, ChatNotFound, ChatService, ChatSettings
 from app.chat_settings import DEFAULTS
 from app.page_arguments import as_message, as_text, as_turn_id, choice_of, event_field, identity
-from app.page_show import Showing, Updates, list_row
+from app.page_show import Edited, Showing, Updates, list_row
 from app.page_tabs import Tab
 from app.sent_messages import BLANK, SentMessages
 from app.settings_form import is_unfilled, left_alone, read_form
@@ -29,6 +29,9 @@ from engine.shown import shown
 
 if TYPE_CHECKING:
     from app.ui import Page
+
+
+MOST_FOUND = 100  # chats that a search lists
 
 
 class PageEvents:
@@ -65,18 +68,23 @@ class PageEvents:
         return await self._showing.show(_tab(request, user), who, chat, notice="", sent=self._news(who, names))
 
     async def resync(
-        self, request: gr.Request, event: gr.EventData, user: str, target: str, names: str, *form: Any
+        self, request: gr.Request, event: gr.EventData, user: str, target: str, names: str, first: str, *form: Any
     ) -> Updates:
-        """The page found its connection again, or the model has become `ready`: show the picked chat as it stands now,
-        and say what became of the messages of these names. What is set for a chat that is still to come stays; what was
-        left alone follows the model's defaults."""
-        who, chat, ready = self._who(request, user), as_text(target), event_field(event, "ready") is True
+        """Show the picked chat as it stands now, as far back as before, and say what became of the messages of these
+        names. The event's `why`: the page is "back" on its network, the model has become "ready", or the chat went on
+        "elsewhere", in another tab, which touches neither what is set here nor what is said. What is set for a chat
+        that is still to come stays; once the model is ready, what was left alone follows its defaults."""
+        who, chat, why = self._who(request, user), as_text(target), event_field(event, "why")
         if BLANK.fullmatch(chat):  # its first message may have gone off just before
             chat = await self._sent.became(who, chat)
-        updates = await self._showing.show(_tab(request, user), who, chat, notice="", sent=self._news(who, names))
+        tab, news, first_turn = _tab(request, user), self._news(who, names), as_turn_id(first)
+        notice = None if why == "elsewhere" else ""
+        updates = await self._showing.show(tab, who, chat, first=first_turn, notice=notice, sent=news)
+        if why == "elsewhere":
+            return self._showing.without_form(updates)
         if chat or is_unfilled(form):
             return updates
-        stale = left_alone(form, DEFAULTS) if ready else set()
+        stale = left_alone(form, DEFAULTS) if why == "ready" else set()
         for i, (control, value) in enumerate(zip(self.page.form, form, strict=False)):
             # An update that changes nothing would only undo what is typed before it arrives.
             if i not in stale or updates.get(control) == value:
@@ -100,12 +108,13 @@ class PageEvents:
 
     # -- answering ---------------------------------------------------------------------------------------------
     async def send(
-        self, request: gr.Request, user: str, target: str, name: str, chat: str, text: str, *form: Any
+        self, request: gr.Request, user: str, target: str, name: str, leaf: str, chat: str, text: str, *form: Any
     ) -> Updates:
-        """Send a text, which the page calls `name`, to `target`: the chat that the reader picked last, or the name of a
-        page without one, which becomes a chat. The page may still show `chat`, whose settings count only where the two
-        are one."""
+        """Send a text, which the page calls `name`, to `target`: the chat that the reader picked last, whose last turn
+        on the page is `leaf`, or the name of a page without one, which becomes a chat. The page may still show `chat`,
+        whose settings count only where the two are one."""
         who, text, target, name = self._who(request, user), as_text(text), as_text(target), as_text(name)
+        shown_leaf = as_turn_id(leaf)
         is_new = not target or BLANK.fullmatch(target) is not None
         if ("" if is_new else target) != as_text(chat) or is_unfilled(form):
             form = ()
@@ -120,7 +129,7 @@ class PageEvents:
                     page.chat = await self._first_message(who, page.chat, text, form)
                 else:
                     await self._keep_settings(who, target, form)
-                    await self.chats.send(who, target, text)
+                    await self.chats.send(who, target, text, shown_leaf)
                 self._sent.note(who, name, page.chat or target)
                 return page.chat or target
 
@@ -148,15 +157,16 @@ class PageEvents:
         self, request: gr.Request, event: gr.EventData, user: str, chat: str, first: str, *form: Any
     ) -> Updates:
         """Answer an edited message of the user's, beside the old one."""
-        who, chat = self._who(request, user), as_text(chat)
+        who, chat, text = self._who(request, user), as_text(chat), as_message(event_field(event, "value"))
 
         async def start() -> str:
             turn = await self._turn_at(who, chat, first, event, event_field(event, "previous_value"))
             await self._keep_settings(who, chat, form)
-            await self.chats.edit(who, chat, turn, as_message(event_field(event, "value")))
+            await self.chats.edit(who, chat, turn, text)
             return chat
 
-        return await self._showing.answer(_tab(request, user), who, start)
+        edited = Edited(chat, as_turn_id(first), text)
+        return await self._showing.answer(_tab(request, user), who, start, edited=edited)
 
     async def retry(
         self, request: gr.Request, event: gr.EventData, user: str, chat: str, first: str, *form: Any
@@ -200,20 +210,21 @@ class PageEvents:
 
     # -- the list of chats ---------------------------------------------------------------------------------------
     async def rename(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
-        who = self._who(request, user)
         who, chat, title = self._who(request, user), event_field(event, "id"), event_field(event, "title")
-        return await self._showing.after_change(who, self.chats.rename(who, as_text(chat), as_text(title)))
+        updates, _ = await self._showing.after_change(who, self.chats.rename(who, as_text(chat), as_text(title)))
+        return updates
 
     async def remove(self, request: gr.Request, event: gr.EventData, user: str, chat: str) -> Updates:
         who, gone = self._who(request, user), as_text(event_field(event, "id"))
-        updates = await self._showing.after_change(who, self.chats.delete_chat(who, gone))
-        return updates | (await self._showing.show(_tab(request, user), who, "") if gone == chat else {})
+        updates, done = await self._showing.after_change(who, self.chats.delete_chat(who, gone))
+        return updates | (await self._showing.show(_tab(request, user), who, "") if done and gone == chat else {})
 
     async def search(self, request: gr.Request, event: gr.EventData, user: str) -> Updates:
         who, text = self._who(request, user), as_text(event_field(event, "text"))
         value = await self._showing.chats_of(who)
-        found = await self.chats.search(who, text)
-        return {self.page.chat_list: {**value, "query": text, "found": [list_row(info) for info in found]}}
+        found = await self.chats.search(who, text, MOST_FOUND + 1)
+        rows, more = [list_row(info) for info in found[:MOST_FOUND]], len(found) > MOST_FOUND
+        return {self.page.chat_list: {**value, "query": text, "found": rows, "more": more}}
 
     async def export(self, request: gr.Request, user: str, chat: str) -> Updates:
         who = self._who(request, user)
@@ -284,7 +295,7 @@ class PageEvents:
         rendered = chat_view.render(await self.chats.open_chat(who, chat), as_turn_id(first))
         if isinstance(index, int) and 0 <= index < len(rendered.turns):
             turn = rendered.turns[index]
-            if turn.role == "user" and turn.text == as_message(text):
+            if turn.role == "user" and chat_view.as_typed(turn.text) == as_message(text):
                 return turn.id
         raise ChatError("This chat was changed in another tab: reload the page and try again.")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ChatInfo:
     """One row of the list of chats. created, updated: seconds since the epoch. snippet: where a search hit, the
-    text around it, else "". owner: its slot on KV blocks; 0 while it has none."""
+    text around it, else "". owner: its slot on KV blocks; 0 while it has none. leaf: see ChatView."""
 
     id: str
     title: str
@@ -28,6 +28,7 @@ class ChatInfo:
     answering: bool = False
     snippet: str = ""
     owner: int = 0
+    leaf: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,10 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True)
 class ChatView:
-    """An open chat: the turns of its open branch, root first. `job` is its running generation, whose turn (if on
-    this branch) is the last of `turns`; `unsaved` its ended reply that is not on disk yet; `context_used` of
-    `context_limit` tokens are taken (limit 0: not loaded)."""
+    """An open chat: the turns of its open branch, root first, the last one's id `leaf` (0: none yet). `job` is its
+    running generation, whose turn (if on this branch) is the last of `turns`; `unsaved` its ended reply that is not on
+    disk yet; `context_used` of `context_limit` tokens are taken (None: not known of replies that came from elsewhere;
+    limit 0: not loaded)."""
 
     id: str
     title: str
@@ -73,8 +75,18 @@ class ChatView:
     job: Job | None = None
     unsaved: UnsavedReply | None = None
     owner: int = 0
-    context_used: int = 0
+    leaf: int = 0
+    context_used: int | None = 0
     context_limit: int = 0
+
+
+def context_used(branch: Sequence[TurnRow]) -> int | None:
+    """Tokens, see ChatView."""
+    replies = [turn for turn in branch if turn.role == "assistant"]
+    last = next((turn.figures for turn in reversed(replies) if turn.figures), None)
+    if last is None:
+        return None if any(turn.status != "running" for turn in replies) else 0
+    return last.get("prompt_tokens", 0) + last.get("output_tokens", 0)
 
 
 def branch_to(turns: Sequence[TurnRow], leaf: int | None) -> list[TurnRow]:
@@ -87,27 +99,18 @@ def branch_to(turns: Sequence[TurnRow], leaf: int | None) -> list[TurnRow]:
     return branch[::-1]
 
 
-def newest_leaf(turns: Sequence[TurnRow], turn_id: int) -> int:
-    """From a turn down to a leaf, the newest child each time (ids grow with time)."""
-    newest_child = {turn.parent: turn.id for turn in turns}
-    while turn_id in newest_child:
-        turn_id = newest_child[turn_id]
-    return turn_id
-
-
 def can_continue(turn: TurnRow, turns: Sequence[TurnRow]) -> bool:
     """A reply that did not end by itself and that nothing followed."""
-    unfinished = turn.status in ("stopped", "cut", "running", "error") or _finish(turn) == "length"
-    return turn.role == "assistant" and unfinished and all(other.parent != turn.id for other in turns)
+    return _unfinished(turn) and all(other.parent != turn.id for other in turns)
 
 
 def turn_views(
     turns: Sequence[TurnRow], branch: Sequence[TurnRow], job: Job | None, unsaved: UnsavedReply | None = None
 ) -> list[TurnView]:
     """The branch as shown; the running reply as its job has it. The rows have `unsaved`'s turn as it ended."""
-    siblings: dict[int | None, list[int]] = {}
+    children: dict[int | None, list[int]] = {}
     for turn in turns:
-        siblings.setdefault(turn.parent, []).append(turn.id)
+        children.setdefault(turn.parent, []).append(turn.id)
     views = []
     for turn in branch:
         running = job is not None and job.turn_id == turn.id
@@ -118,12 +121,12 @@ def turn_views(
             # Marked as running but without a job: it never began.
             status="cut" if turn.status == "running" else turn.status,
             created=turn.created,
-            siblings=tuple(siblings[turn.parent]),
-            can_continue=not running and can_continue(turn, turns),
+            siblings=tuple(children[turn.parent]),
+            can_continue=not running and _unfinished(turn) and turn.id not in children,
             unsaved=unsaved.reason if unsaved is not None and unsaved.turn.id == turn.id else "",
         )
         if turn.role == "assistant":
-            figures = Figures.from_json(turn.figures or {})
+            figures = Figures.from_json(turn.figures) if turn.figures else Figures()
             if running:
                 assert job is not None
                 snapshot = job.snapshot()
@@ -137,5 +140,6 @@ def turn_views(
     return views
 
 
-def _finish(turn: TurnRow) -> str:
-    return (turn.figures or {}).get("finish", "")
+def _unfinished(turn: TurnRow) -> bool:
+    finish = (turn.figures or {}).get("finish", "")
+    return turn.role == "assistant" and (turn.status in ("stopped", "cut", "running", "error") or finish == "length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/browser/"):
                 return "tests/browser"
+            if "test_equivalence" in nodeid:
+                return "test_equivalence"  # it takes long to read the default model with transformers
             # The interpreter's cases run in a process of their own, one file of them for minutes.
             return nodeid if "test_kernels_interpreted" in nodeid else nodeid.partition("::")[0]
 
@@ -63,6 +66,13 @@ def _no_browser() -> str | None:
 
 def _not_asked(config: pytest.Config) -> str | None:
     return None if "long" in (config.option.markexpr or "") else "long; run with `pytest -m long`"
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every run of a test draws the same ones from torch; where it means others it says so."""
+    if torch := sys.modules.get("torch"):  # a test without it has no need to load it
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

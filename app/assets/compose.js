@@ -52,6 +52,12 @@
     key = next;
     setDraft(key, stored(`draft:${key}`) || typed);
   };
+  // A text for the page's box; false where there is one in it.
+  pageturn.offerDraft = (text) => {
+    if (!key || draft(key).trim()) return false;
+    setDraft(key, text);
+    return true;
+  };
   // Where a message goes that is sent now.
   pageturn.target = () => pageturn.open || blankKey();
 
@@ -81,6 +87,7 @@
   };
   pageturn.namesOnTheWay = () => onTheWay.map((message) => message.name).join(" ");
   pageturn.namesIn = (body) => onTheWay.map((message) => message.name).filter((name) => body.includes(`"${name}"`));
+  pageturn.awaitsNews = (names) => onTheWay.some((message) => !message.unsure && names.includes(message.name));
   pageturn.notTaken = (names) => {
     for (const message of onTheWay) if (names.includes(message.name)) message.unsure = true;
     keepOnTheWay();

@@ -8,6 +8,22 @@
     return node;
   };
   pageturn.el = el;
+  // Show the open chat anew if it `wentOn` in another tab: once what this one has sent is shown, if that was not it, and
+  // not while one of its messages is being edited, for the editor would stay, with another message in its place.
+  const SOON = 700, looks = new Set(); // ms; what may have happened elsewhere
+  let looking = 0;
+  pageturn.lookAgain = (wentOn) => {
+    looks.add(wentOn);
+    looking ||= setTimeout(look, SOON);
+  };
+  function look() {
+    looking = 0;
+    for (const wentOn of looks) if (!wentOn()) looks.delete(wentOn);
+    if (!looks.size) return;
+    if (pageturn.namesOnTheWay() || document.querySelector("#chat textarea")) { looking = setTimeout(look, SOON); return; }
+    looks.clear();
+    pageturn.send("resync", { why: "elsewhere" });
+  }
   pageturn.randomHex = (bytes) => [...crypto.getRandomValues(new Uint8Array(bytes))].map((b) => b.toString(16).padStart(2, "0")).join("");
   const byId = (id) => document.getElementById(id);
 
@@ -32,6 +48,7 @@
 
   // -- address -------------------------------------------------------------------------------------------------
   pageturn.chatInAddress = () => new URLSearchParams(location.search).get("chat") ?? "";
+  pageturn.open = pageturn.chatInAddress(); // also where the server ends before it has shown it
   function showInAddress(chat, replace) {
     if (chat === pageturn.chatInAddress()) return;
     const url = new URL(location.href);
@@ -65,6 +82,13 @@
     return true;
   };
 
+  // What is touched of a chat's settings since they were shown; those of a new one are always sent along.
+  let touched = false;
+  for (const type of ["input", "keydown", "pointerdown"]) {
+    document.addEventListener(type, (event) => { if (event.target.closest?.("#settings-form")) touched = true; }, true);
+  }
+  pageturn.changed = (form) => (touched || !pageturn.open ? form : form.map(() => null));
+
   // -- list of chats -------------------------------------------------------------------------------------------
   // Built from text nodes only: a gr.HTML template would evaluate a title such as `${…}` as script.
   pageturn.mountChats = (element, trigger, watch, props) => {
@@ -84,7 +108,10 @@
       if (file.files[0]) trigger("import_chat", { text: await file.files[0].text() });
       file.value = "";
     });
-    let shown = null, found = null, foundFor = "", latest = null;
+    let shown = null, leaf = 0, more = false, listedWith = 0, missed = "", lookedFor = 0, found = null, foundFor = "", latest = null;
+    pageturn.shownLeaf = () => (pageturn.open && pageturn.open === shown ? String(leaf) : "");
+    const listed = (id) => latest.chats.find((chat) => chat.id === id);
+    const wentOn = () => !pageturn.answering && listed(shown) && listed(shown).leaf !== leaf;
     const show = () => {
       const value = props.value;
       if (!value) return;
@@ -92,29 +119,41 @@
       if (value.open !== undefined && value.choice >= choices && !pageturn.isOutdated(value.of)) {
         const moved = value.open !== shown, from = shown;
         pageturn.open = shown = value.open;
+        leaf = value.leaf;
+        if (value.form) touched = false;
+        listedWith = value.number;
         pageturn.showDraft(value.open);
         if (moved) showSidebar(false);
         followReply(moved || Object.values(value.sent ?? {}).some(Boolean));
         showInAddress(value.open, !from || !value.open);
         wait = FIRST_WAIT;
+        pageturn.answering = Boolean(value.answering);
         if (value.answering) trigger("follow", {});
       }
-      if (value.gone && value.gone === shown) pick(value.gone); // which says so, on a new page
+      if (value.gone && value.gone === shown) pick((missed = shown)); // which says so, on a new page
       if (latest?.since !== value.since || latest.number <= value.number) latest = value;
       const { chats } = latest;
       pageturn.ownChats = new Set(chats.map((chat) => chat.owner).filter(Boolean));
       pageturn.onOwnChats(pageturn.ownChats);
-      const open = chats.find((chat) => chat.id === shown);
+      const open = listed(shown);
+      // Deleted in another tab: asked for once more, which says so.
+      if (shown && !open && !latest.older && latest.number > listedWith && missed !== shown) pick((missed = shown));
+      if (wentOn() && open.leaf !== lookedFor) { // once, whatever comes of it
+        lookedFor = open.leaf;
+        pageturn.lookAgain(wentOn);
+      }
       document.title = open ? `${open.title} – PageTurn` : "PageTurn";
       element.querySelector(".pt-export").disabled = !shown;
-      if (value.query !== undefined) { found = value.found; foundFor = value.query; }
+      if (value.query !== undefined) { found = value.found; foundFor = value.query; more = value.more; }
       const searching = Boolean(search.value.trim());
       if (searching && value.query === undefined) trigger("search", { text: search.value }); // what was found may be gone
-      const rows = searching && foundFor === search.value ? found : chats;
+      const areFound = searching && foundFor === search.value, rows = areFound ? found : chats;
       // A title being typed and a question being read stay; the update that they cause draws the list anew.
       const busy = list.querySelector(".pt-newname, .pt-ask");
       if (!busy) list.replaceChildren(...rows.map((chat) => row(chat, chat.id === shown, trigger)));
-      if (!busy && !rows.length) list.append(el("li", { className: "pt-none", textContent: search.value.trim() ? "Nothing found" : "No chats yet" }));
+      if (!busy && !rows.length) list.append(el("li", { className: "pt-none", textContent: searching ? "Nothing found" : "No chats yet" }));
+      const rest = areFound ? more && "… and more: search for more words" : latest.older > 0 && `… and ${latest.older.toLocaleString("en-US")} older: search for them`;
+      if (!busy && rest) list.append(el("li", { className: "pt-none", textContent: rest }));
       if (value.download) download(value.download);
     };
     watch("value", show);
@@ -188,9 +227,14 @@
 
   // -- the top bar and the notice ------------------------------------------------------------------------------
   // Where the page is wide the sidebar always shows, whatever this says.
+  const isDrawer = () => byId("page").dataset.sidebar === "open" && getComputedStyle(byId("sidebar")).position === "fixed";
   const showSidebar = (open) => { byId("page").dataset.sidebar = open ? "open" : "closed"; };
   pageturn.mountTop = (element) => {
-    element.querySelector(".pt-menu").addEventListener("click", () => showSidebar(byId("page").dataset.sidebar !== "open"));
+    const menu = element.querySelector(".pt-menu");
+    menu.addEventListener("click", () => showSidebar(byId("page").dataset.sidebar !== "open"));
+    document.addEventListener("pointerdown", (event) => { // beside the drawer
+      if (isDrawer() && !event.target.closest?.("#sidebar, .pt-menu")) showSidebar(false);
+    });
     element.querySelector(".pt-retry").addEventListener("click", () => pageturn.send("retry_load", {}));
     const state = element.querySelector(".pt-state"), model = element.querySelector(".pt-model");
     const demo = element.querySelector(".pt-demo"), retry = element.querySelector(".pt-retry");
@@ -221,8 +265,12 @@
   }, true);
   pageturn.mountNotice = (element, watch, props) => {
     const text = element.querySelector(".pt-notice");
+    let said = "";
     const show = () => {
-      text.textContent = props.value?.text ?? "";
+      if (said === JSON.stringify(props.value)) return; // and the draft that came with it was offered
+      said = JSON.stringify(props.value);
+      const isKept = props.value?.draft && pageturn.offerDraft(props.value.draft);
+      text.textContent = (props.value?.text ?? "") + (isKept ? " Your text is in the message box." : "");
       text.hidden = !text.textContent;
       if (props.value?.refused) pageturn.notTaken([props.value.refused]);
     };
@@ -234,7 +282,7 @@
     const becameReady = stat?.ready && pageturn.stat && !pageturn.stat.ready;
     pageturn.stat = stat;
     for (const listener of pageturn.listeners) listener(stat, lost);
-    if (becameReady) pageturn.send?.("resync", { ready: true });
+    if (becameReady) pageturn.send?.("resync", { why: "ready" });
   };
 
   // -- reconnection: after a break, ask for the present state once the server answers -----------------------------
@@ -253,7 +301,7 @@
       } catch { /* still away */ }
     }
     trying = false;
-    pageturn.send?.("resync", { ready: false });
+    pageturn.send?.("resync", { why: "back" });
   }
 
   // -- links in a reply's line: continue, retry, other branches ---------------------------------------------------
@@ -275,7 +323,8 @@
   }
   document.addEventListener("keydown", (event) => {
     const control = event.ctrlKey || event.metaKey;
-    if (event.key === "Escape") byId("stop")?.click();
+    if (event.isComposing || event.keyCode === 229) return; // of an input method: Escape takes its candidate back
+    if (event.key === "Escape") isDrawer() ? showSidebar(false) : byId("stop")?.click();
     else if (control && event.shiftKey && event.key.toLowerCase() === "o") byId("new-chat")?.click();
     else if (control && !event.shiftKey && event.key.toLowerCase() === "k") {
       showSidebar(true);
@@ -288,6 +337,32 @@
   const clipboard = navigator.clipboard;
   if (clipboard?.writeText) {
     const write = clipboard.writeText.bind(clipboard);
-    clipboard.writeText = (text) => write(text.replace(/\n*<span class="pt-line">[\s\S]*$/, ""));
+    clipboard.writeText = (text) => write(typed(text.replace(/\n*<span class="pt-line">[\s\S]*$/, "")));
   }
+
+  // A message of the reader's comes with its markup as entities (app/chat_view.py). The box to edit it, copies and what
+  // is read out have it as it was typed.
+  function typed(text) {
+    return /^&#\d{7};/.test(text) ? text.replace(/&#(\d+);/g, (entity, code) => String.fromCodePoint(code)) : text;
+  }
+  const TYPED = '#chat :is(textarea, [data-testid="user"])';
+  const labels = new WeakMap(); // as they were read back: not to be read once more
+  function readBack(one) {
+    const label = one.ariaLabel;
+    if (label !== null && label !== labels.get(one)) {
+      labels.set(one, label.replace(/&#\d{7};[\s\S]*/, typed));
+      one.ariaLabel = labels.get(one);
+    }
+    if (one.tagName !== "TEXTAREA" || one.value === typed(one.value)) return;
+    one.value = typed(one.value);
+    one.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  // (It is told before the reader's next key comes.)
+  new MutationObserver((records) => {
+    for (const { type, target, addedNodes } of records) {
+      for (const node of type === "attributes" ? [target] : addedNodes) {
+        if (node instanceof Element) [node, ...node.querySelectorAll(TYPED)].filter((one) => one.matches(TYPED)).forEach(readBack);
+      }
+    }
+  }).observe(document, { childList: true, subtree: true, attributeFilter: ["aria-label"] });
 })();

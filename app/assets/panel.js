@@ -17,6 +17,7 @@
     const spark = new Spark(find(".pt-spark"));
     const events = new Events(find(".pt-events"));
     const bar = find(".pt-bar"), legend = find(".pt-legend"), tip = find(".pt-tip");
+    const elsewhere = new Elsewhere();
     let chat = props.value ?? {}, stat = null;
     for (const kind of KINDS) {
       bar.append(pageturn.el("i", { className: `pt-${kind}` }));
@@ -50,18 +51,20 @@
       put("ttft-note", last?.prompt ? `cached ${number(last.cached)} / ${number(last.prompt)} prompt tokens` : "");
       showStrip(find(".pt-strip"), last, put);
       events.showTurns(chat.turns ?? []);
-      showContext(chat.context_used ?? 0, chat.context_limit ?? 0);
+      showContext(chat.context_used ?? null, chat.context_limit ?? 0);
+      elsewhere.shown = Date.now();
       showTotals();
       showStat();
     }
 
-    const link = new Link((frame) => {
+    const link = new Link((frame, isFirst) => {
       if (frame.type === "block") return showTip(tip, frame, grid);
       if (frame.type === "full") { grid.load(frame.n, frame.block_size, frame.data); tip.hidden = true; }
       if (frame.type === "delta") grid.change(frame.idx, frame.val);
       stat = frame.stat;
       pageturn.setStat(stat);
       events.add(frame.events ?? []);
+      elsewhere.look(frame.events ?? [], isFirst, chat.owner ?? 0);
       showTotals();
       showStat();
     }, () => pageturn.setStat(pageturn.stat, true));
@@ -86,6 +89,7 @@
       chat = props.value ?? {};
       showChat();
       if (chat.ended) {
+        pageturn.answering = false;
         pageturn.replyEnded?.();
         pageturn.send("settle", {});
       }
@@ -124,7 +128,12 @@
       url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
       let socket = null;
       try { socket = this.socket = new WebSocket(url); } catch { return this.onLost(); } // forbidden to this page
-      socket.onmessage = (event) => { this.wait = 500; this.numFailed = 0; this.onFrame(JSON.parse(event.data)); };
+      let isFirst = true;
+      socket.onmessage = (event) => {
+        this.wait = 500; this.numFailed = 0;
+        this.onFrame(JSON.parse(event.data), isFirst);
+        isFirst = false;
+      };
       socket.onclose = () => {
         if (this.socket !== socket) return; // closed by us
         this.socket = null;
@@ -137,6 +146,25 @@
     }
     close() { clearTimeout(this.timer); const socket = this.socket; this.socket = null; socket?.close(); }
     say(value) { if (this.socket?.readyState === WebSocket.OPEN) this.socket.send(JSON.stringify(value)); }
+  }
+
+  // Whether the open chat is answered in another tab of the reader's, by the blocks that it takes; then it is shown anew.
+  class Elsewhere {
+    constructor() {
+      Object.assign(this, { shown: Date.now(), at: 0, seen: null });
+      this.wentOn = () => !pageturn.answering && this.shown < this.at;
+    }
+    look(events, isFirst, owner) {
+      const newest = events.at(-1)?.seq ?? -1;
+      // What was before this tab is no news; a server that has started anew counts from the beginning.
+      if (this.seen === null || (isFirst && newest < this.seen)) { this.seen = newest; return; }
+      const news = events.filter((event) => event.seq > this.seen && owner && event.owner === owner
+        && (event.kind === "allocate" || event.kind === "hit"));
+      this.seen = Math.max(this.seen, newest);
+      if (!news.length) return;
+      this.at = Date.now() - 1000 * news.at(-1).ago;
+      pageturn.lookAgain(this.wentOn);
+    }
   }
 
   // The blocks of the last turn in logical order: filled was reused, hollow was computed.
@@ -156,7 +184,7 @@
   function showContext(used, limit) {
     const bar = document.querySelector(".pt-context");
     if (!bar) return;
-    bar.hidden = !limit;
+    bar.hidden = !limit || used === null;
     bar.title = `${number(used)} of ${number(limit)} tokens of context used`;
     bar.querySelector("i").style.width = `${limit ? Math.min(100, (100 * used) / limit) : 0}%`;
     bar.querySelector("span").textContent = `context ${number(used)} / ${number(limit)} tokens`;

@@ -31,8 +31,13 @@
     noteEnd(messages.get(id), message);
     messages.delete(id);
   }
+  // Of two updates of the list of chats that reach the page at one moment Gradio shows it the later one alone: where
+  // that was not the one that says what became of a message, the page asks.
+  const ANSWERED = 1000; // ms
   function noteEnd(names, message) {
-    if (names?.length && !JSON.parse(message.slice("data: ".length)).success) window.pageturn.notTaken(names);
+    if (!names?.length) return;
+    if (!JSON.parse(message.slice("data: ".length)).success) window.pageturn.notTaken(names);
+    else setTimeout(() => { if (window.pageturn.awaitsNews(names)) window.pageturn.send("resync", { why: "elsewhere" }); }, ANSWERED);
   }
 
   function connect() {

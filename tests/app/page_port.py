@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ class Port:
                 if message.get("msg") == "process_completed":
                     return message
         raise AssertionError("the event was not answered")
+
+    async def events(self, events: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+        """Put many at once, each from a tab of its own (number, data and, where it is, event_data); how they were
+        completed, in this order. One after the other each would wait for Gradio's queue to look."""
+        return await asyncio.gather(*(self.event(*event, tab=f"tab{i}") for i, event in enumerate(events)))
 
     def number(self, name: str) -> int:
         return next(d["id"] for d in self.listeners if d["api_name"] == name)

@@ -157,6 +157,23 @@ async def test_edit_opens_a_branch_and_the_old_one_stays_reachable(store):
         await chats.edit("ann", chat, old[1].id, "x")
 
 
+async def test_a_message_follows_what_its_window_shows_when_another_one_has_turned_to_another_branch(store):
+    engine = ScriptedEngine(scripts=[Script(name) for name in ("A", "B", "C", "D", "E")])
+    chats = ChatService(store, engine)
+    chat = await chats.new_chat("ann")
+    await (await chats.send("ann", chat, "q")).wait()
+    old = (await chats.open_chat("ann", chat)).leaf
+    await (await chats.retry("ann", chat, old)).wait()
+    new = (await chats.open_chat("ann", chat)).leaf
+    await chats.open_branch("ann", chat, old)
+    await (await chats.send("ann", chat, "of B", new)).wait()
+    assert [t for _, t in await said(chats, chat)] == ["q", "B", "of B", "C"]
+    await (await chats.send("ann", chat, "then", new)).wait()  # a window that has not seen it go on
+    assert [t for _, t in await said(chats, chat)] == ["q", "B", "of B", "C", "then", "D"]
+    await (await chats.send("ann", chat, "at last", 10**9)).wait()  # a turn that there is not
+    assert [t for _, t in await said(chats, chat)][-2:] == ["at last", "E"]
+
+
 async def test_editing_the_first_message_starts_over_and_renames_an_unnamed_chat(store):
     chats = ChatService(store, ScriptedEngine(scripts=[Script("A"), Script("B")]))
     chat = await chats.new_chat("ann")

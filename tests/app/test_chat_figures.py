@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.figures import Figures, figures_line, notes
 from app.owner_slots import OwnerSlots
-from app.text import title_of, title_text
+from app.text import UNSEEN_TITLE, title_of, title_text
 from app.thinking import split_thinking
 
 
@@ -84,6 +84,11 @@ def test_as_a_reply_grows_its_thinking_never_shows_a_piece_of_a_tag(thinking, an
         ("a " * 100, "a a a a a a a a a a a a a a a a a a a a a a a a…"),
         ("word " * 9 + "incomprehensibilities", "word word word word word word word word word…"),
         ("长" * 100, "长" * 48 + "…"),
+        ("\n" * 200 + "hello there", "hello there"),
+        ("a" + " " * 200 + "b", "a b"),
+        ("\u200b" * 200 + " \ufeffhello", "hello"),
+        ("👩\u200d💻 works", "👩\u200d💻 works"),
+        ("\u200b\u2800 \u3164\x00", UNSEEN_TITLE),
     ],
 )
 def test_a_title_is_the_first_words(message, title):

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
+
+import gradio as gr
+import pytest
+
 from app import chat_view
 from app.chat import ChatSettings, ChatView, Figures, JobSnapshot, TurnView
 
@@ -21,14 +27,17 @@ def snapshot(turn_id: int, text: str, phase: str = "decode", computed: int = 0, 
 
 
 def contents(rendered: chat_view.Rendered) -> list[str]:
-    return [message["content"] for message in rendered.messages]
+    """As Gradio sends them to the page."""
+    messages = gr.Chatbot().postprocess(rendered.messages).root
+    assert all(len(message.content) == 1 for message in messages)
+    return [message.content[0].text for message in messages]
 
 
 def test_every_message_leads_back_to_its_turn_with_thinking_folded():
     view = chat(turn(1, "user", "Q"), turn(2, "assistant", "<think>hm</think>A", line="12 out · end of turn"))
     rendered = chat_view.render(view)
     assert [t.id for t in rendered.turns] == [1, 2, 2, 2]
-    assert contents(rendered)[:3] == ["Q", "hm", "A"]
+    assert contents(rendered)[:3] == [chat_view.as_typed("Q"), "hm", "A"]
     assert rendered.messages[1]["metadata"] == {"title": "Thoughts", "status": "done"}
     assert "12 out · end of turn" in contents(rendered)[3]
 
@@ -78,3 +87,31 @@ def test_a_long_chat_shows_its_end_and_loads_older_turns_in_windows():
 def test_an_empty_chat_has_nothing_older():
     assert chat_view.older(chat(), 5) == 0
     assert chat_view.render(chat()).messages == []
+
+
+@pytest.mark.parametrize(
+    "text", ["  x", "a\tb", "def f():\n    if x:\n        return 1", "- a\n  - b", "Run:\n\n    make all"]
+)
+def test_indentation_and_tabs_reach_the_page_as_they_are(text: str):
+    view = chat(turn(1, "user", text), turn(2, "assistant", f"<think>{text}</think>{text}"))
+    typed, thoughts, reply = contents(chat_view.render(view))[:3]
+    assert (html.unescape(typed), thoughts, reply) == (text, text.strip(), text)
+    assert contents(chat_view.render(view, 0, snapshot(2, text)))[-1] == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "a<b> & c", "__init__\n# x\n\n1. *y*", " \t`z` $$1$$", "😀 &amp; &#60;", "~" * 1000]
+)
+def test_what_a_user_typed_has_no_markup_left_and_can_be_read_back(text: str):
+    shown = chat_view.as_typed(text)
+    assert html.unescape(shown) == text
+    assert re.fullmatch(r"(&#\d{7};)?(&#\d+;|[^\W_]|[^\x00-\x7f]| )*", shown)
+
+
+def test_while_a_reply_streams_what_stands_above_it_is_made_once():
+    view = chat(turn(1, "user", "Q"), turn(2, "assistant", "A"), turn(3, "user", "R"), turn(4, "assistant", "so"))
+    known: dict[int, list[dict]] = {}
+    first, second = (chat_view.render(view, 0, snapshot(4, text), known).messages for text in ("so", "so on"))
+    assert all(one is other for one, other in zip(first[:-1], second[:-1], strict=True))
+    assert first == chat_view.render(view, 0, snapshot(4, "so")).messages
+    assert second == chat_view.render(view, 0, snapshot(4, "so on")).messages

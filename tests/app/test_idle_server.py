@@ -15,7 +15,8 @@ def processor_seconds(pid: int) -> float:
 
 
 def test_an_idle_server_uses_little_of_a_core_and_ends_when_told(tmp_path: Path, default_model_path: Path) -> None:
-    with AppProcess("--model", str(default_model_path), data_dir=tmp_path / "data") as server:
+    argv = ("--model", str(default_model_path), "--num-kvcache-blocks", "600")
+    with AppProcess(*argv, data_dir=tmp_path / "data") as server:
         server.wait_ready()
         time.sleep(1)
         before, began = processor_seconds(server.process.pid), time.monotonic()

@@ -93,10 +93,11 @@ def test_cuda_without_a_card_is_one_line(tmp_path: Path, default_model_path: Pat
     assert "cuda" in one_line(run_app(*argv, timeout=90))
 
 
-def test_kernels_for_a_card_without_one_are_refused_before_the_port_opens(tmp_path: Path) -> None:
-    argv = ("--port", "0", "--device", "cpu", "--attention-backend", "triton", "--data-dir", str(tmp_path / "data"))
+@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
+def test_kernels_for_a_card_without_one_are_refused_before_the_port_opens(tmp_path: Path, backend: str) -> None:
+    argv = ("--port", "0", "--device", "cpu", "--attention-backend", backend, "--data-dir", str(tmp_path / "data"))
     result = run_app(*argv)
-    assert "--attention-backend triton needs a GPU" in one_line(result) and "open" not in result.stdout
+    assert f"--attention-backend {backend} needs a GPU" in one_line(result) and "open" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["its file", "default"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from app.openai_api import MAX_BODY, build_api
+from app import openai_api
+from app.openai_api import LONG_BODY, MAX_BODY, build_api
 from app.security import Guard
 from app.settings import Settings
 from engine.engine_thread import EngineDead, EngineNotReady, QueueFull
 from engine.status import LoadStatus
-from tests.app.standin import StandInEngine, served
+from tests.app.standin import StandInEngine, StandInTokenizer, served
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PROMPT_TOKENS = len("user:hello")
@@ -257,7 +259,7 @@ BODY = {"model": "standin", "messages": HELLO}
         ({"top_p": 1.5}, "top_p", "between 0.0 and 1.0"),
         ({"presence_penalty": 3}, "presence_penalty", "-2.0 and 2.0"),
         ({"top_k": -2}, "top_k", "-2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "at least 0.001"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.001 and 1000"),
         ({"temperature": 10**400}, "temperature", ""),
         ({"logit_bias": {"1": 10**400}}, "logit_bias", ""),
         ({"max_tokens": 0}, "max_tokens", "0"),
@@ -280,6 +282,7 @@ BODY = {"model": "standin", "messages": HELLO}
         ({"logit_bias": {"hello": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"5": "much"}}, "logit_bias.5", "'much'"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+        ({"chat_template_kwargs": {"a": [{"b": "y" * 50_000}]}}, "chat_template_kwargs", "50,003 characters; at most"),
         ({"temprature": 1}, "temprature", "'temperature'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ],
@@ -325,6 +328,53 @@ async def test_too_long_a_prompt_is_refused_with_both_numbers(client: AsyncOpenA
         await client.chat.completions.create(model="standin", messages=messages)
     assert caught.value.code == "context_length_exceeded"
     assert "205 tokens" in caught.value.message and "100 tokens" in caught.value.message
+
+
+async def test_more_messages_than_tokens_are_refused_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, client: AsyncOpenAI
+) -> None:
+    looked_at: list[Any] = []
+    monkeypatch.setattr(openai_api, "parse_request", looked_at.append)
+    monkeypatch.setattr(StandInTokenizer, "encode_chat", looked_at.append)
+    messages: Any = [{"role": "user", "content": ""}] * 100
+    with pytest.raises(openai.BadRequestError, match=r"at least 100 tokens.*takes 100.*shorten") as caught:
+        await client.chat.completions.create(model="standin", messages=messages)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+    assert not looked_at
+
+
+@pytest.mark.parametrize(
+    ("change", "in_a_thread"),
+    [
+        ({}, False),
+        ({"messages": HELLO * 20}, False),
+        ({"messages": [{"role": "user", "content": ""}] * 500}, True),
+        ({"messages": [{"role": "user", "content": "x" * LONG_BODY}]}, True),
+        ({"chat_template_kwargs": {"x": "<|im_end|>" * 2000}}, True),
+        ({"stop_token_ids": [1] * 10_000}, True),
+    ],
+    ids=["short", "some messages", "many messages", "long text", "template arguments", "stop ids"],
+)
+async def test_a_long_body_is_read_and_encoded_beside_the_event_loop(
+    change: dict[str, Any], in_a_thread: bool, engine: StandInEngine, client: AsyncOpenAI, monkeypatch: Any
+) -> None:
+    engine.set(max_model_len=100_000, kv={"total": 100_000, "free": 0, "cached": 0, "active": 0})
+    threads: dict[str, threading.Thread] = {}
+
+    def noting(step: str, result: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
+            threads[step] = threading.current_thread()
+            return result(*arguments, **named)
+
+        return run
+
+    monkeypatch.setattr(openai_api, "parse_request", noting("read", openai_api.parse_request))
+    monkeypatch.setattr(StandInTokenizer, "encode_chat", noting("encode", lambda *_, **__: [1]))
+    monkeypatch.setattr(StandInTokenizer, "least_tokens", noting("count", lambda *_: 0), raising=False)
+    call: Any = client.chat.completions.create(model="standin", messages=HELLO, extra_body=change)
+    await answered(engine, call, "hi")
+    assert {"read", "encode"} <= set(threads)
+    assert {thread is not threading.main_thread() for thread in threads.values()} == {in_a_thread}
 
 
 async def test_a_prompt_beyond_the_pool_is_refused_with_both_numbers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 from gradio.utils import get_upload_folder
 
+from app.chat import ChatError
 from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS
+from app.chat_view import as_typed
+from app.portable import FORMAT, VERSION
 from app.settings_form import FIELDS, show_form
 from tests.app.page_port import USER, Port, opened
 from tests.app.scripted_engine import Script, ScriptedEngine
@@ -44,11 +48,13 @@ async def test_no_event_makes_gradio_copy_a_file_into_reach(port: Port, tmp_path
     secret.write_text(f"a secret of {tmp_path}")
     before = copies()
     file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}}
+    events = []
     for listener in port.listeners:
         count = len(listener["inputs"])
         for value in (file, [file], {"value": file}):
-            answer = json.dumps(await port.event(listener["id"], [USER, *[value] * (count - 1)][:count], file))
-            assert get_upload_folder() not in answer
+            events.append((listener["id"], [USER, *[value] * (count - 1)][:count], file))
+    for answer in await port.events(events):
+        assert get_upload_folder() not in json.dumps(answer)
     assert copies() == before
     for prefix in ("file=", "file/"):
         assert (await port.http.get(f"/gradio_api/{prefix}{secret}")).status_code == 403
@@ -58,13 +64,15 @@ async def test_no_event_makes_gradio_copy_a_file_into_reach(port: Port, tmp_path
 async def test_an_event_of_wrong_values_leaves_no_traceback(
     port: Port, value: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    events: list[tuple[Any, ...]] = []
     for listener in port.listeners:
         count = len(listener["inputs"])
         for event_data in (value, dict.fromkeys(("id", "title", "text", "kind", "turn", "index", "value"), value)):
-            await port.event(listener["id"], [USER, *[value] * (count - 1)][:count], event_data)
-        await port.event(listener["id"], [value] * count)
+            events.append((listener["id"], [USER, *[value] * (count - 1)][:count], event_data))
+        events.append((listener["id"], [value] * count))
         if count > len(FORM):
-            await port.event(listener["id"], [USER, *[value] * (count - 1 - len(FORM)), *FORM], {"id": value})
+            events.append((listener["id"], [USER, *[value] * (count - 1 - len(FORM)), *FORM], {"id": value}))
+    await port.events(events)
     log = capfd.readouterr().err
     assert "Traceback" not in log and all(len(line) < 200 for line in log.splitlines()), log[-3000:]
 
@@ -73,9 +81,9 @@ async def test_an_event_with_too_few_values_or_for_no_listener_leaves_no_traceba
     port: Port, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = await port.event(port.number("send"), [USER])
-    assert "1 of 18 values" in answer["output"]["error"]
+    assert "1 of 19 values" in answer["output"]["error"]
     assert [r.getMessage() for r in caplog.records if r.name == "pageturn.page"] == [
-        "an event was refused: the event brings 1 of 18 values: reload the page"
+        "an event was refused: the event brings 1 of 19 values: reload the page"
     ]
     none = {"data": [], "fn_index": 999, "session_hash": "tab"}
     assert (await port.http.post("/gradio_api/queue/join", json=none)).status_code == 404
@@ -113,19 +121,33 @@ def listed(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["output"]["data"][2]
 
 
-@pytest.mark.parametrize("ready", [True, False], ids=["the model became ready", "the connection came back"])
+@pytest.mark.parametrize("why", ["ready", "back", "elsewhere"])
 async def test_a_refresh_just_as_the_first_message_goes_off_shows_its_chat_and_says_that_it_was_taken(
-    answering: Port, ready: bool
+    answering: Port, why: str
 ) -> None:
     port = answering
     names = f"{NAME} {'4' * 16}"
-    before = await port.event(port.number("resync"), [USER, PAGE, names, *FORM], {"ready": ready})
+    before = await port.event(port.number("resync"), [USER, PAGE, names, "", *FORM], {"why": why})
     assert listed(before)["open"] == "" and listed(before)["sent"] == {NAME: "", "4" * 16: ""}
-    answer = await port.event(port.number("send"), [USER, PAGE, NAME, "", "Hello", *FORM], None, "lost")
+    answer = await port.event(port.number("send"), [USER, PAGE, NAME, "", "", "Hello", *FORM], None, "lost")
     chat = listed(answer)["open"]
     assert chat and listed(answer)["sent"] == {NAME: chat}
-    after = await port.event(port.number("resync"), [USER, PAGE, names, *FORM], {"ready": ready})
+    after = await port.event(port.number("resync"), [USER, PAGE, names, "", *FORM], {"why": why})
     assert listed(after)["open"] == chat and listed(after)["sent"] == {NAME: chat, "4" * 16: ""}
+
+
+async def test_a_refresh_shows_as_many_older_messages_as_before(port: Port) -> None:
+    turns = [
+        {"parent": n - 1 if n else None, "role": "assistant" if n % 2 else "user", "text": f"({n})", "created": 0}
+        for n in range(100)
+    ]
+    export = {"format": FORMAT, "version": VERSION, "title": "t", "created": 0, "settings": {}, "open": 99}
+    chat = await port.chats.import_chat(USER, export | {"turns": turns})
+    ids = [turn.id for turn in (await port.chats.open_chat(USER, chat)).turns]
+    for first, oldest in (("", 60), (str(ids[20]), 20), (str(ids[-1] + 1), 60)):
+        answer = await port.event(port.number("resync"), [USER, chat, "", first, *FORM], {"why": "back"})
+        messages = next(value for value in answer["output"]["data"] if isinstance(value, list))
+        assert f"({oldest})" in html.unescape(json.dumps(messages[0]))
 
 
 async def test_a_message_that_is_sent_twice_is_taken_once(answering: Port) -> None:
@@ -134,7 +156,7 @@ async def test_a_message_that_is_sent_twice_is_taken_once(answering: Port) -> No
     for target, shown, name in ((PAGE, "", NAME), (chat, chat, "5" * 16)):
         found = set()
         for _ in range(2):
-            answer = await port.event(port.number("send"), [USER, target, name, shown, "Hello", *FORM])
+            answer = await port.event(port.number("send"), [USER, target, name, "", shown, "Hello", *FORM])
             found.add(listed(answer)["open"])
             await port.chats.stop(USER, listed(answer)["open"])
         (taken_by,) = found
@@ -147,7 +169,7 @@ async def test_a_model_that_becomes_ready_sends_only_the_defaults_that_are_other
 ) -> None:
     """What is sent undoes what is typed before it arrives."""
     monkeypatch.setattr(port.chats, "default_settings", lambda: SMALL_MODEL_DEFAULTS)
-    answer = await port.event(port.number("resync"), [USER, "", "", *show_form(DEFAULTS)], {"ready": True})
+    answer = await port.event(port.number("resync"), [USER, "", "", "", *show_form(DEFAULTS)], {"why": "ready"})
     sent = answer["output"]["data"][-len(FIELDS) :]
     changed = {n: v for n, v in zip(FIELDS, sent, strict=True) if v != {"__type__": "update"}}
     small = dict(zip(FIELDS, show_form(SMALL_MODEL_DEFAULTS), strict=True))
@@ -158,10 +180,9 @@ async def test_a_model_that_becomes_ready_sends_only_the_defaults_that_are_other
 async def test_text_that_utf_8_cannot_hold_names_no_chat_and_breaks_no_stream(
     port: Port, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for listener in port.listeners:
-        count = len(listener["inputs"])
-        data = [USER, *["\ud800"] * (count - 1)][:count]
-        message = await port.event(listener["id"], data, {"id": "\ud800", "text": "\ud800", "title": "\ud800"})
+    field = {"id": "\ud800", "text": "\ud800", "title": "\ud800"}
+    counts = [(listener["id"], len(listener["inputs"])) for listener in port.listeners]
+    for message in await port.events([(id, [USER, *["\ud800"] * (n - 1)][:n], field) for id, n in counts]):
         assert "surrogates" not in json.dumps(message)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -171,7 +192,7 @@ async def test_a_chat_that_is_too_long_is_refused_in_one_sentence_with_the_ways_
     async with opened(tmp_path / "data", engine) as port:
 
         async def said(chat: str, text: str) -> str:
-            answer = await port.event(port.number("send"), [USER, chat, "", chat, text, *FORM])
+            answer = await port.event(port.number("send"), [USER, chat, "", "", chat, text, *FORM])
             return json.dumps(answer["output"]["data"], ensure_ascii=False)
 
         words = await said("", "x" * 145)
@@ -188,3 +209,64 @@ async def test_a_number_out_of_its_range_is_refused_in_the_page_s_words_each_tim
     for _ in range(3):
         answer = await port.event(port.number("change_setting"), [USER, "", "", 0.7, 2.5, *FORM[3:]])
         assert "Not kept: top_p=2.5" in json.dumps(answer["output"]["data"])
+
+
+def message_box(answer: dict[str, Any]) -> str:
+    """The text that an answer offers for it."""
+    return next(v["draft"] for v in answer["output"]["data"] if isinstance(v, dict) and "draft" in v)
+
+
+def bubbles(answer: dict[str, Any]) -> list[str]:
+    """The messages that an answer shows."""
+    messages = next(v for v in answer["output"]["data"] if isinstance(v, list))
+    return [html.unescape(message["content"][0]["text"]) for message in messages]
+
+
+async def test_a_refused_edit_is_taken_off_the_page_and_the_next_one_works(tmp_path: Path) -> None:
+    """Gradio shows it before it is taken, and asks the next time by the text that it shows."""
+    async with opened(tmp_path / "data", ScriptedEngine(max_model_len=150)) as port:
+        chat = await port.chats.new_chat(USER)
+        await (await port.chats.send(USER, chat, "  first\tone")).wait()
+        listener = port.number("edit")
+
+        async def edit(before: str, text: str) -> dict[str, Any]:
+            data = {"index": 0, "previous_value": as_typed(before), "value": text}
+            return await port.event(listener, [USER, chat, "", *FORM], data)
+
+        for text, words, draft in (("x" * 200, "the context holds 150", "x" * 200), (" ", "cannot be blank", "")):
+            answer = await edit("  first\tone", text)
+            assert words in json.dumps(answer) and "Your text is kept" not in json.dumps(answer)
+            assert bubbles(answer)[0] == "  first\tone" and message_box(answer) == draft
+        answer = await edit("of another tab", "y")
+        assert "changed in another tab" in json.dumps(answer) and message_box(answer) == "y"
+        answer = await edit("  first\tone", "second")
+        assert bubbles(answer)[0] == "second"
+        await port.chats.shutdown()
+
+
+async def test_a_chat_that_cannot_be_deleted_stays_on_the_page(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = await port.chats.new_chat(USER, "kept")
+
+    async def locked(*_: Any) -> None:
+        raise ChatError("the database could not be used (database is locked); nothing was changed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(port.chats, "delete_chat", locked)
+        answer = await port.event(port.number("remove"), [USER, chat], {"id": chat})
+    assert "database is locked" in json.dumps(answer) and "open" not in listed(answer)
+    answer = await port.event(port.number("remove"), [USER, chat], {"id": chat})
+    assert listed(answer)["open"] == "" and listed(answer)["chats"] == []
+
+
+async def test_of_more_chats_than_are_listed_the_page_is_told_how_many(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.page_show.MOST_LISTED", 3)
+    monkeypatch.setattr("app.ui_events.MOST_FOUND", 2)
+    for i in range(5):
+        await port.chats.new_chat(USER, f"chat {i}")
+    answer = await port.event(port.number("search"), [USER], {"text": "chat"})
+    value = listed(answer)
+    assert (len(value["chats"]), value["older"], len(value["found"]), value["more"]) == (3, 2, 2, True)
+    answer = await port.event(port.number("search"), [USER], {"text": "chat 1"})
+    assert [row["title"] for row in listed(answer)["found"]] == ["chat 1"] and not listed(answer)["more"]

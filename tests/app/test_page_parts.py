@@ -144,6 +144,34 @@ def test_the_form_shows_and_reads_back_every_setting():
     assert read_form(show_form(DEFAULTS), ChatSettings()) == DEFAULTS
 
 
+STOPS = ("\n\n", "a", "\\n", "\\", "\\\n\\", "a\r\nb", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029", "\\u000a", "\\d", " \t")
+
+
+def test_every_stop_string_has_a_line_of_the_form_to_itself():
+    settings = ChatSettings(stop=STOPS)
+    form = show_form(settings)
+    shown = form[FIELDS.index("stop")]
+    assert shown.splitlines()[:3] == [r"\n\n", "a", r"\\n"] and len(shown.splitlines()) == len(STOPS)
+    assert read_form(form, DEFAULTS).stop == STOPS
+    assert read_form(show_form(read_form(form, DEFAULTS)), DEFAULTS).stop == STOPS
+
+
+@pytest.mark.parametrize(
+    ("typed", "stop"),
+    [
+        ("a\n\n b \nc\r\nd", ("a", " b ", "c", "d")),  # without a backslash: as it stands
+        ("Human:\\n", ("Human:\n",)),
+        ("\\d\n\\", ("\\d", "\\")),  # before what needs none, a backslash is one
+        ("C:\\users", ("C:\\users",)),
+        (None, ()),
+    ],
+)
+def test_a_line_of_stop_strings_means_what_was_typed(typed, stop):
+    form = show_form(DEFAULTS)
+    form[FIELDS.index("stop")] = typed
+    assert read_form(form, DEFAULTS).stop == stop
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -185,10 +213,8 @@ def test_the_panel_estimates_a_prefill_without_the_cache_from_what_was_measured(
     cold = Figures(ttft=2.0, prompt_tokens=100, cached_tokens=0, output_tokens=5, block_size=16)
     warm = Figures(ttft=0.1, prompt_tokens=200, cached_tokens=192, output_tokens=5, block_size=16)
     assert [turn["without"] for turn in panel_of(cold, warm, prefill_rate=1000.0)] == pytest.approx([2.0, 0.292])
-    # The engine has measured nothing yet: the chat's own best rate, 50 tokens in a second, stands for it. The 8 tokens
-    # of the other reply took what any first token takes, and tell none.
-    assert [turn["without"] for turn in panel_of(cold, warm)] == pytest.approx([2.0, 3.94])
-    assert [turn["without"] for turn in panel_of(warm)] == [None]
+    # Before the engine has measured it there is none: a reply's own time holds more than its prompt's.
+    assert [turn["without"] for turn in panel_of(cold, warm)] == [None, None]
     assert panel_of(Figures())[0]["without"] is None
 
 

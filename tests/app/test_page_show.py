@@ -55,7 +55,7 @@ class Chats:
     def unsaved(self, who: str, chat: str) -> None:
         return None
 
-    async def list_chats(self, who: str) -> list[Any]:
+    async def list_chats(self, who: str, limit: int) -> list[Any]:
         return []
 
     def default_settings(self) -> ChatSettings:
@@ -84,7 +84,7 @@ async def followed(showing: Showing, tab: Tab = TAB) -> tuple[list[str], list[di
     texts, panels = [], []
     async for messages, panel in showing.follow(tab, "ada", "a", 0):
         if isinstance(messages, list):
-            texts.append(messages[-1]["content"])
+            texts.append(messages[-1]["content"][0]["text"])
         if "turns" in panel:
             panels.append(panel)
     return texts, panels

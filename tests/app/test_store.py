@@ -76,7 +76,7 @@ async def test_nothing_of_another_user_is_ever_found(store):
         store.path("bob", chat, answer),
         store.rename("bob", chat, "mine"),
         store.set_settings("bob", chat, {}),
-        store.set_leaf("bob", chat, question),
+        store.open_branch("bob", chat, question),
         store.add_turns("bob", chat, [user_turn("me too", answer)]),
         store.save_turn("bob", chat, TurnRow(id=answer, parent=question, role="assistant", text="forged")),
         store.withdraw_turns("bob", chat, [question], None),
@@ -92,12 +92,27 @@ async def test_nothing_of_another_user_is_ever_found(store):
     assert [t.text for t in turns] == ["a secret", "hush"]
 
 
+async def test_a_branch_is_opened_down_to_its_newest_leaf_whatever_is_added_just_before(store):
+    """As of the moment at which it is opened: a message that was sent a moment earlier stays in sight."""
+    chat = await store.create_chat("ann")
+    question, first = await store.add_turns("ann", chat, [user_turn("q"), reply("a")])
+    [second] = await store.add_turns("ann", chat, [TurnRow(id=0, parent=question, role="assistant", text="another")])
+    added = asyncio.create_task(store.add_turns("ann", chat, [user_turn("and?", first), reply("so")]))
+    await asyncio.sleep(0)  # its write is under way
+    await store.open_branch("ann", chat, first)
+    assert (await store.chat("ann", chat)).leaf == (await added)[-1]
+    await store.open_branch("ann", chat, second)
+    assert (await store.chat("ann", chat)).leaf == second
+    await store.open_branch("ann", chat, question)  # of two replies the newer
+    assert (await store.chat("ann", chat)).leaf == second
+
+
 async def test_a_turn_of_another_chat_of_the_same_user_is_not_found(store):
     one, two = await store.create_chat("ann"), await store.create_chat("ann")
     [turn_id] = await store.add_turns("ann", one, [user_turn("in one")])
     for call in (
         store.path("ann", two, turn_id),
-        store.set_leaf("ann", two, turn_id),
+        store.open_branch("ann", two, turn_id),
         store.add_turns("ann", two, [user_turn("x", turn_id)]),
         store.save_turn("ann", two, TurnRow(id=turn_id, parent=None, role="user", text="x")),
     ):

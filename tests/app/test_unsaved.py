@@ -234,7 +234,7 @@ async def test_settings_that_stay_as_they_are_need_no_room(store, ended):
 def test_a_running_reply_that_cannot_be_saved_says_so_only_as_long_as_it_cannot():
     def last(reason: str) -> str:
         snapshot = JobSnapshot("a", 2, "Text", "decode", 0, 10, "running", Figures(), unsaved=reason)
-        return chat_view._running(snapshot)[-1]["content"]
+        return chat_view._running(snapshot)[-1]["content"][0]["text"]
 
     assert f"not on disk yet: {FULL}" in last(FULL) and "as soon as that works" in last("disk I/O error")
     assert last("") == "Text"

@@ -30,15 +30,15 @@ def server_args(default_model_path: Path) -> tuple[str, ...]:
 def server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests that do not end it; each test comes with its own browser profile, so its own user."""
     # A test that fails in mid-reply must not slow down the ones after it: its reply ends with its browser.
-    server = Server(tmp_path_factory.mktemp("data"), *server_args, "--abandon-after", "20").start()
+    server = Server(tmp_path_factory.mktemp("data"), *server_args, "--abandon-after", "8").start()
     yield server
     assert server.end() == 0, server.log.read_text()[-3000:]
 
 
-@pytest.fixture
-def own_server(server_args: tuple[str, ...], tmp_path: Path) -> Iterator[Server]:
-    """A server that the test may end."""
-    server = Server(tmp_path / "data", *server_args).start()
+@pytest.fixture(scope="module")
+def own_server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that a test may end and start again."""
+    server = Server(tmp_path_factory.mktemp("own"), *server_args).start()
     yield server
     server.end()
 

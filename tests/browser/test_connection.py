@@ -70,7 +70,7 @@ def test_a_reload_in_mid_stream_attaches_again_and_the_text_is_whole(server, pro
 
 
 def test_a_network_lost_for_three_seconds_is_caught_up_without_a_reload(server, profile, cable):
-    page = open_page(profile(), cable.url, max_tokens=200)
+    page = open_page(profile(), cable.url, max_tokens=120)
     send(page, "Write a story about a train.")
     before = wait_for_streaming(page)
     message_box(page).fill("A draft that must stay.")
@@ -139,7 +139,7 @@ def test_a_message_sent_while_the_stream_of_events_ends_is_answered(server, prof
 
 
 def test_a_page_back_on_a_network_reads_on_while_the_server_still_writes_to_its_old_connection(server, profile):
-    page = open_page(profile(scripts=[DEAD_SOCKETS]), server.url, max_tokens=150)
+    page = open_page(profile(scripts=[DEAD_SOCKETS]), server.url, max_tokens=60)
     send(page, "Write a story about a lighthouse.")
     before = wait_for_streaming(page)
     page.evaluate("sockets.forEach((socket) => { socket.dead = true; }); window.dispatchEvent(new Event('online'))")
@@ -168,8 +168,20 @@ def test_a_message_whose_answer_is_lost_shows_once_the_page_is_back_and_is_sent_
     assert "chat=" in page.url and len(page.locator(".pt-chat").all()) == 1
 
 
+def test_what_became_of_a_message_is_asked_for_where_another_update_stood_in_its_answer_s_place(server, profile):
+    page = open_page(profile(), server.url)
+    lose_one = "() => { const { noteSent } = pageturn; pageturn.noteSent = () => { pageturn.noteSent = noteSent; }; }"
+    ask(page, "Hello.")
+    page.evaluate(lose_one)
+    message_box(page).fill("Are you there?")
+    message_box(page).press("Enter")
+    expect(message_box(page)).to_have_value("", timeout=15_000)
+    wait_for_replies(page, 2)
+    expect(page.locator(".pt-chat")).to_have_count(1)
+
+
 def test_where_no_sockets_get_through_events_come_over_http_and_survive_a_change_of_network(server, profile):
-    page = open_page(profile(scripts=[NO_SOCKETS]), server.url, max_tokens=100)
+    page = open_page(profile(scripts=[NO_SOCKETS]), server.url, max_tokens=60)
     send(page, "Write a story about a river.")
     before = wait_for_streaming(page)
     page.evaluate("window.dispatchEvent(new Event('online'))")
@@ -192,7 +204,7 @@ def test_a_server_that_refuses_for_want_of_room_is_not_asked_again_and_again(ser
     page.wait_for_timeout(2000)
     assert len(asked) == 1
     page.unroute(re.compile("/queue/join"))
-    page.evaluate("pageturn.send('resync', { ready: true })")
+    page.evaluate("pageturn.send('resync', { why: 'ready' })")
     page.wait_for_timeout(1000)
     expect(message_box(page)).to_have_value("Is there room?")
     message_box(page).press("End")
@@ -202,17 +214,25 @@ def test_a_server_that_refuses_for_want_of_room_is_not_asked_again_and_again(ser
     expect(page.locator("#chat .user")).to_have_text("Is there room? Please.")
 
 
-def test_the_server_restarts_under_an_open_tab(own_server, profile):
-    page = open_page(profile(), own_server.url)
+def test_the_server_restarts_under_open_tabs(own_server, profile):
+    context = profile()
+    page = open_page(context, own_server.url)
     ask(page, "What is an owl?")
     text = last_reply(page)
     page.evaluate(MARK)
+    second, loading = context.new_page(), context.new_page()
+    second.goto(page.url)
+    wait_for_replies(second, 1)
+    loading.goto(page.url)
     assert own_server.end() == 0
     expect(page.locator(".pt-state")).to_contain_text("Connection lost")
     own_server.start()
     expect(page.locator(".pt-state")).to_have_text("")
+    expect(second.locator(".pt-state")).to_have_text("")
     assert last_reply(page) == text
     ask(page, "And a hawk?")
+    for tab in (second, loading):
+        wait_for_replies(tab, 2)
     assert page.evaluate("window.notReloaded") is True
     page.reload()
     expect(page.locator("#chat .user").first).to_have_text("What is an owl?")
@@ -238,8 +258,10 @@ def test_a_server_that_ends_in_mid_reply_keeps_the_message_and_the_cut_reply(own
     page.reload()
     expect(replies(page)).to_contain_text("cut off")
     assert last_reply(page) == kept
-    send(page, "Go on, then.")
+    send(page, "Write a very long story about a desert.")
     wait_for_streaming(page)
+    page.locator("#stop").click()
+    wait_for_replies(page, 2)
 
 
 def test_a_model_that_cannot_be_fetched_is_named_with_a_retry_and_the_draft_is_kept(profile, tmp_path):
@@ -259,20 +281,26 @@ def test_a_model_that_cannot_be_fetched_is_named_with_a_retry_and_the_draft_is_k
         server.end()
 
 
-def test_the_page_works_under_a_path_of_a_proxy(server_args, profile, tmp_path):
-    server = Server(tmp_path / "data", *server_args, "--root-path", "/x").start()
+@pytest.fixture(scope="module")
+def proxied(server_args, tmp_path_factory):
+    """(a server, the page's address at a proxy before it): under a path, and replies that nobody watches end soon."""
+    data = tmp_path_factory.mktemp("proxied") / "data"
+    server = Server(data, *server_args, "--root-path", "/x", "--abandon-after", "2").start()
     cable = Cable(server.port, path="/x")
-    try:
-        page = open_page(profile(), f"{cable.url}/")
-        asked = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("websocket", lambda socket: asked.append(socket.url))
-        assert int(ask(page, "Hello.")["out"]) > 0
-        assert asked and all(f":{cable.port}/x/" in url for url in asked)
-        expect(page.locator(".pt-legend .pt-cached + span")).not_to_have_text("cached 0")
-    finally:
-        cable.cut()
-        server.end()
+    yield server, f"{cable.url}/"
+    cable.cut()
+    server.end()
+
+
+def test_the_page_works_under_a_path_of_a_proxy(proxied, profile):
+    _, url = proxied
+    context, asked = profile(), []
+    context.on("request", lambda request: asked.append(request.url))
+    context.on("page", lambda page: page.on("websocket", lambda socket: asked.append(socket.url)))
+    page = open_page(context, url)
+    assert int(ask(page, "Hello.")["out"]) > 0
+    assert asked and all(one.partition("://")[2].startswith(url.partition("://")[2]) for one in asked)
+    expect(page.locator(".pt-legend .pt-cached + span")).not_to_have_text("cached 0")
 
 
 def test_a_login_is_the_identity_and_guards_page_and_sockets(server_args, profile, tmp_path):
@@ -305,21 +333,18 @@ def test_a_login_is_the_identity_and_guards_page_and_sockets(server_args, profil
         server.end()
 
 
-def test_a_reply_that_nobody_watches_any_more_ends_where_the_server_is_told_so(server_args, profile, tmp_path):
-    server = Server(tmp_path / "data", *server_args, "--abandon-after", "2").start()
-    try:
-        context = profile()
-        page, second = open_page(context, server.url, max_tokens=2000), context.new_page()
-        open_settings(page)
-        page.locator("#temperature input[type=number]").fill("0")  # at which the model tells this for ever
-        send(page, "Write a very long story about a desert.")
-        wait_for_streaming(page)
-        address = page.url
-        page.wait_for_timeout(3000)
-        assert server.health()["running"] == 1  # watched
-        page.close()
-        server.wait(lambda health: health["running"] == 0, seconds=20)
-        second.goto(address)
-        expect(replies(second)).to_contain_text("nobody was watching")
-    finally:
-        server.end()
+def test_a_reply_that_nobody_watches_any_more_ends_where_the_server_is_told_so(proxied, profile):
+    server, url = proxied
+    context = profile()
+    page, second = open_page(context, url, max_tokens=2000), context.new_page()
+    open_settings(page)
+    page.locator("#temperature input[type=number]").fill("0")  # at which the model tells this for ever
+    send(page, "Write a very long story about a desert.")
+    wait_for_streaming(page)
+    address = page.url
+    page.wait_for_timeout(3000)
+    assert server.health()["running"] == 1  # watched
+    page.close()
+    server.wait(lambda health: health["running"] == 0, seconds=20)
+    second.goto(address)
+    expect(replies(second)).to_contain_text("nobody was watching")

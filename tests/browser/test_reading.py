@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from playwright.sync_api import expect
 
+from app.portable import FORMAT, VERSION
 from chatting import (
     LONG,
     ask,
     limit_replies,
     message_box,
     open_page,
+    open_settings,
     replies,
     send,
     wait_for_replies,
@@ -54,13 +56,59 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
     other.server_close()
 
 
-def test_typed_markup_shows_as_text_or_stays_harmless(server, profile, elsewhere):
-    url, asked = elsewhere
+def test_what_is_typed_is_shown_as_it_was_typed(server, profile):
     page = open_page(profile(), server.url, max_tokens=4)
-    ask(page, HOSTILE.format(elsewhere=url))
-    expect(page.locator("#chat .user")).to_contain_text("List<String>")
-    if page.locator("#chat .user a").count():
-        page.locator("#chat .user a").first.click(force=True, no_wait_after=True)
+    text = (
+        "# no heading, a<b and c>d, Foo::__init__, *args, $$x$$ &lt; &#60;\n\n\n1. one\n    * two\n"
+        "| a | b |\n|---|---|\nhttps://example.org <b>not bold</b> ~~x~~ `y` ![z](z.png)\n===="
+    )
+    ask(page, text)
+    assert page.locator("#chat .user").inner_text().strip() == text
+    assert page.locator("#chat .user .md *:not(p)").count() == 0
+    message = page.locator("#chat [data-testid=user]")
+    assert message.get_attribute("aria-label").endswith(text)
+    page.reload()
+    wait_for_replies(page, 1)
+    assert message.get_attribute("aria-label").endswith(text)
+    # Before a key can come, which would be lost in what is written over it.
+    opened = """async () => {
+        document.querySelector("#chat [aria-label=Edit]").click();
+        await new Promise(resolve => setTimeout(resolve));
+        return document.querySelector("#chat .user textarea").value;
+    }"""
+    assert page.evaluate(opened) == text
+
+
+def test_a_copy_of_what_was_typed_is_what_was_typed(server, profile):
+    script = "if (navigator.clipboard) navigator.clipboard.writeText = async (text) => { window.copied = text; };"
+    page = open_page(profile(scripts=[script]), server.url, max_tokens=4)
+    text = "&#0000065; a<b & __init__"
+    ask(page, text)
+    assert page.locator("#chat [data-testid=user]").get_attribute("aria-label").endswith(text)
+    page.get_by_label("Copy message").first.click()
+    page.wait_for_function("window.copied")
+    assert page.evaluate("window.copied") == text
+
+
+def test_a_reply_s_markup_stays_harmless(server, profile, elsewhere):
+    url, asked = elsewhere
+    page = open_page(profile(), server.url, max_tokens=None)
+    turns = [("user", None, "Hi"), ("assistant", 0, HOSTILE.format(elsewhere=url))]
+    rows = [{"role": role, "parent": parent, "text": text, "created": 0} for role, parent, text in turns]
+    export = {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": "t",
+        "created": 0,
+        "settings": {},
+        "open": 1,
+        "turns": rows,
+    }
+    file = {"name": "chat.json", "mimeType": "application/json", "buffer": json.dumps(export).encode()}
+    page.locator(".pt-files input[type=file]").set_input_files(file)
+    expect(page.locator("#chat .bot").first).to_contain_text("List<String>")
+    if page.locator("#chat .bot .md a").count():
+        page.locator("#chat .bot .md a").first.click(force=True, no_wait_after=True)
     assert page.evaluate("window.hacked") is None
     # Whatever the overlay's style says, the button under it takes the click.
     page.locator("#new-chat").click()
@@ -77,22 +125,25 @@ def test_nothing_is_fetched_from_elsewhere(server, profile):
     assert [url for url in asked if not url.startswith((server.url, "data:", "blob:"))] == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_the_systems_colours(server, profile, scheme, tmp_path):
-    page = open_page(profile(color_scheme=scheme), server.url)
+def test_the_page_follows_the_systems_colours(server, profile, tmp_path):
+    page = open_page(profile(), server.url)
     ask(page, "Name two rivers.")
     ask(page, "And two lakes?")
     expect(page.locator(".pt-strip .pt-reused")).not_to_have_count(0)
-    page.screenshot(path=tmp_path / f"{scheme}.png")
-    background = page.evaluate("getComputedStyle(document.querySelector('.pt-top')).backgroundColor")
-    brightness = sum(int(part) for part in background[background.index("(") + 1 : -1].split(",")[:3])
-    assert (brightness < 300) == (scheme == "dark"), background
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.reload()
+        wait_for_replies(page, 2)
+        page.screenshot(path=tmp_path / f"{scheme}.png")
+        background = page.evaluate("getComputedStyle(document.querySelector('.pt-top')).backgroundColor")
+        brightness = sum(int(part) for part in background[background.index("(") + 1 : -1].split(",")[:3])
+        assert (brightness < 300) == (scheme == "dark"), background
 
 
 def test_a_phone_shows_the_chat_first_and_nothing_sideways(server, profile, tmp_path):
     page = open_page(profile(viewport={"width": 390, "height": 844}, has_touch=True), server.url, max_tokens=None)
     expect(page.locator("#sidebar")).to_be_hidden()
-    send(page, "Hello from a phone.")
+    send(page, "Write a very long story about a phone.")
     wait_for_streaming(page)
     page.locator("#stop").click()
     wait_for_replies(page, 1)
@@ -100,17 +151,24 @@ def test_a_phone_shows_the_chat_first_and_nothing_sideways(server, profile, tmp_
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     box = message_box(page).bounding_box()
     assert box["y"] + box["height"] <= 844
-    page.locator(".pt-menu").click()
-    expect(page.locator("#new-chat")).to_be_visible()
-    page.locator("#new-chat").click()
-    expect(page.locator("#sidebar")).to_be_hidden()
+    ways_out = (
+        page.locator("#new-chat").click,
+        lambda: page.touchscreen.tap(380, 400),  # beside it
+        lambda: page.keyboard.press("Escape"),
+    )
+    for leave in ways_out:
+        page.locator(".pt-menu").click()
+        expect(page.locator("#new-chat")).to_be_visible()
+        leave()
+        expect(page.locator("#sidebar")).to_be_hidden()
     page.locator("#kv-panel").scroll_into_view_if_needed()
     expect(page.locator(".pt-tiles")).to_be_in_viewport()
 
 
 def test_scrolling_up_in_mid_stream_stays_where_the_reader_put_it(server, profile):
-    page = open_page(profile(viewport={"width": 1400, "height": 500}), server.url, max_tokens=120)
+    page = open_page(profile(viewport={"width": 1400, "height": 500}), server.url)
     ask(page, "Write one long paragraph about forests. " + "And about every tree in it. " * 40)
+    limit_replies(page, 60)
     send(page, "And now one about deserts.")
     wait_for_streaming(page)
     log = page.locator("#chat [role=log]")
@@ -173,7 +231,7 @@ def test_a_long_chat_loads_its_end_first_and_is_not_rendered_again_while_a_reply
     expect(page.locator("#chat .user").first).to_contain_text("Turn 120.")
 
     limit_replies(page, 120)
-    send(page, "And now?")
+    send(page, "Now write a very long story about a lighthouse.")
     wait_for_streaming(page, 1)
     # While the reply grows, what has been rendered is not rendered again: that would cost every key a pause.
     rendered_again = page.evaluate(
@@ -230,6 +288,13 @@ def test_a_message_is_edited_in_a_wide_box_and_the_arrows_between_branches_can_b
         assert size["width"] >= 24 and size["height"] >= 24, link.inner_text()
     arrow.click()
     expect(page.locator("#chat .user")).to_have_text("Hi.")
+
+
+def test_folded_settings_take_a_line_and_unfolded_ones_what_they_need(server, profile):
+    page = open_page(profile(), server.url, max_tokens=None)
+    assert page.locator("#settings").bounding_box()["height"] < 60
+    open_settings(page)
+    assert page.locator("#settings").bounding_box()["height"] > 300
 
 
 @pytest.mark.parametrize("height", [800, 640])

@@ -26,7 +26,7 @@ def late_events(ms: int, pattern: str = "") -> str:
     }};"""
 
 
-def open_page(context: Any, url: str, max_tokens: int | None = 16) -> Page:
+def open_page(context: Any, url: str, max_tokens: int | None = 8) -> Page:
     """A tab with the page loaded; its new chats answer with at most max_tokens (None: as the page has it)."""
     page = context.new_page()
     page.goto(url)
