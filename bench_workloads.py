@@ -130,7 +130,7 @@ def workloads(device: str) -> dict[str, Workload]:
 
     def chats(count: int) -> Workload:
         about = f"{count} x 6 turns (128 tokens asked, 128 answered) over one system prompt of 512, async"
-        return Workload(partial(chat, count=count), about, runs=1, mode="chat")
+        return Workload(partial(chat, count=count), about, runs=3, mode="chat")
 
     def threaded(name: str) -> Workload:
         return replace(
