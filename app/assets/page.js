@@ -221,7 +221,8 @@
       last = log.scrollTop;
     });
     const toEnd = () => { if (following) log.scrollTop = log.scrollHeight; };
-    new MutationObserver(toEnd).observe(log, { childList: true, subtree: true, characterData: true });
+    // In the next frame, as the browser tells there first whether the reader has scrolled since the last one.
+    new MutationObserver(() => requestAnimationFrame(toEnd)).observe(log, { childList: true, subtree: true, characterData: true });
     new ResizeObserver(toEnd).observe(log);
   }
 
