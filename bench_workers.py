@@ -123,9 +123,10 @@ class Worker:
                 self.process.communicate(timeout=60)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             pass
-        self.kill()  # what is left of its group
-        self.process.wait()
-        self.log.close()
+        finally:
+            self.kill()  # what is left of its group
+            self.process.wait()
+            self.log.close()
 
 
 @dataclass

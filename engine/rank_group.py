@@ -61,10 +61,10 @@ class RankGroup:
         """setup(rank, the group's folder) says what each rank is to run."""
         self.size = size
         self.folder = Path(tempfile.mkdtemp(prefix="pageturn-ranks-"))
-        self.processes: list[Any] = []
         self._channels: list[Connection] = []
         self._answered: list[deque[tuple]] = [deque() for _ in range(size)]
         self._selector = selectors.DefaultSelector()
+        self.processes: list[Any] = []
         _groups.add(self)
         spawn = multiprocessing.get_context("spawn")
         try:
@@ -82,6 +82,11 @@ class RankGroup:
         except BaseException:
             self.kill()
             raise
+
+    def __del__(self) -> None:
+        """Dropped, not ended, it leaves no rank behind either, whose channel a cycle of objects would keep open."""
+        if hasattr(self, "processes"):
+            self.kill()
 
     def load(self, progress: Progress, num_blocks: int | None = None) -> tuple[int, Ready]:
         """Wait until every rank is ready -> (KV blocks, how fast the slowest rank is and what is captured).

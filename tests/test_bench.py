@@ -232,3 +232,18 @@ def test_the_table_has_the_ratio_its_goal_and_the_bound() -> None:
     assert "| decode_b1 (tok/s) | 1,200 | 500 | 2.40x | ≥ 2x (met) | 3,600 |" in lines
     assert "| ttft_cold_3584 (ms) | 13 | 20 | 0.65x | ≤ 0.6x (short) | 7.3 |" in lines
     assert "| decode_b1 (tok/s) | 1,200 | 1,176 | 0.980 | ≥ 0.97 |" in lines
+
+
+def test_one_that_is_ended_while_it_waits_for_an_engines_end_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text("import time; time.sleep(100)")
+    monkeypatch.setattr(bench_workers, "__file__", str(script))
+
+    def interrupted(process: subprocess.Popen[str], timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), bench_workers.Worker(Setup("m", "cpu", "float32", 1, "auto"), 9.0) as worker:
+        monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    assert worker.process.poll() == -signal.SIGKILL

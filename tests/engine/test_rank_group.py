@@ -253,6 +253,10 @@ def serve():
         return group
     if how == "raise":
         raise RuntimeError("the parent's own fault")
+    if how == "exit with none kept":
+        return None
+    if how == "drop it and live on":
+        del group
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -260,7 +264,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["exit without a word", "raise", "SIGKILL", "SIGTERM", "SIGINT to the group"])
+WAYS = ["exit without a word", "exit with none kept", "raise", "SIGKILL", "SIGTERM", "SIGINT to the group"]
+
+
+@pytest.mark.parametrize("how", [*WAYS, "drop it and live on"])
 def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PARENT)
@@ -284,8 +291,11 @@ def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path
         else:
             parent.stdin.write(how + "\n")
             parent.stdin.flush()
-        parent.wait(timeout=5)
-        assert gone(started, seconds=2)
+        if how == "drop it and live on":
+            assert gone(started, seconds=2, but="resource_tracker") and parent.poll() is None
+        else:
+            parent.wait(timeout=5)
+            assert gone(started, seconds=2)
     finally:
         parent.kill()
         parent.wait()
