@@ -75,8 +75,8 @@ def any_dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got.float(), expected.float(), **TOLERANCE[got.dtype])
+def close(got: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> None:
+    torch.testing.assert_close(got.float(), expected.float(), **(TOLERANCE[got.dtype] | tolerance))
 
 
 class Pages:
@@ -329,8 +329,8 @@ def own_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def takes_own_keys(dtype: torch.dtype) -> bool:
-    return not ON_CARD or own_keys.pays(10_000, 128, dtype, DEVICE, 0)
+def takes_own_keys(dtype: torch.dtype, dim: int = 128) -> bool:
+    return not ON_CARD or own_keys.pays(10_000, dim, dtype, DEVICE, 0)
 
 
 OWN_SHAPES = [shape for shape in SHAPES if shape[2] in (64, 128)] if ON_CARD else [(4, 2, 16, 12), (3, 1, 64, 16)]
@@ -530,17 +530,18 @@ def test_padding_rows_of_a_captured_decode_step_change_nothing(dtype: torch.dtyp
         assert torch.equal(before.view(-1, 128)[kept], after.view(-1, 128)[kept])
 
 
+@pytest.mark.parametrize("shape", SHAPES if ON_CARD else SHAPES[-1:], ids=str)
 def test_every_form_is_compiled_by_the_warm_up(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, own_tiles: list[int]
+    shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, own_tiles: list[int]
 ) -> None:
     """It must run on a pool of a single block, whatever the block size."""
     if not ON_CARD:
         monkeypatch.setattr(triton_attention, "WARM_UP_ROWS", (16, 64, 128))  # 8,192 are many here
         monkeypatch.setattr(overlap, "MOST_ROWS", 4)
-    for shape in SHAPES if ON_CARD else SHAPES[-1:]:
-        cache = torch.zeros(1, shape[3], shape[1], shape[2], dtype=dtype, device=DEVICE)
-        TritonBackend().warm_up(shape[0], cache, cache, 256)
-    assert bool(own_tiles) == takes_own_keys(dtype)
+    heads, kv_heads, dim, size = shape
+    cache = torch.zeros(1, size, kv_heads, dim, dtype=dtype, device=DEVICE)
+    TritonBackend().warm_up(heads, cache, cache, 256)
+    assert bool(own_tiles) == takes_own_keys(dtype, dim)
 
 
 # ---------------------------------------------------------------------- the fused elementwise kernels
@@ -714,10 +715,12 @@ def test_products_in_the_tiles_of_many_outputs(shape: tuple[int, int], rows: int
     x = torch.randn(rows, shape[1]).to(any_dtype).to(DEVICE)
     weight = (torch.randn(shape) * shape[1] ** -0.5).to(any_dtype).to(DEVICE)
     expected = gemv.reference(x, weight, None, gated=True)[0]
+    # 3,072 products of which each sum is rounded are off by up to 3.4e-5 here, with gates up to 8.8 (worked out in fp64).
+    tolerance = {"atol": 5e-5} if any_dtype == torch.float32 else {}
     if rows <= gemv.MAX_ROWS:
-        close(gemv.gemv(x, weight, None, gated=True)[0], expected)
+        close(gemv.gemv(x, weight, None, gated=True)[0], expected, **tolerance)
     else:
-        close(skinny.skinny(x, weight, None, skinny.counters(weight), gated=True), expected)
+        close(skinny.skinny(x, weight, None, skinny.counters(weight), gated=True), expected, **tolerance)
 
 
 @pytest.mark.parametrize("rows", [1, gemv.MAX_ROWS, gemv.MAX_ROWS + 1, skinny.MAX_ROWS + 1])

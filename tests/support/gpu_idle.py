@@ -10,7 +10,8 @@ temperature 0.6 behind `context` tokens. Three figures a batch, of the time from
     waiting  none does, for longer: for the host
 
 Tracing slows the host and, a little, the change from kernel to kernel, so the step's time without it is given, too, and
-the share of it that the kernels do not fill: that is the idle share.
+the share of it that the kernels do not fill: that is the idle share. A step takes longer the longer its sequences are,
+so its time is the mean of as many steps before the traced ones and behind them.
 """
 
 from __future__ import annotations
@@ -71,30 +72,38 @@ def traced(run: Callable[[], None]) -> Timeline:
 
 
 def measure(model: str, batch: int, context: int, steps: int, top: int) -> None:
-    import torch
 
     from engine import LLM, SamplingParams
     from engine.heap import rare_collections, settled_heap
 
-    params = SamplingParams(temperature=0.6, max_tokens=3 * steps + 50, ignore_eos=True)
+    while_prompts_come = batch * context // 512
+    params = SamplingParams(temperature=0.6, max_tokens=3 * steps + 50 + while_prompts_come, ignore_eos=True)
     llm = LLM(model, device="cuda", max_num_seqs=batch, max_model_len=context + params.max_tokens)
     vocab = min(10_000, llm.engine.runner.model_config.vocab_size)  # type: ignore[attr-defined]
-    for i in range(batch):
+    ids = [
         llm.engine.add_request([(7919 * i + 31 * j * j + j) % vocab for j in range(context)], params)
+        for i in range(batch)
+    ]
 
     def run(count: int) -> None:
         for _ in range(count):
             llm.engine.step()
 
-    while llm.stats()["output_tokens"] < 10 * batch:  # prompts, and what the first decodes set up
-        llm.engine.step()
-    with settled_heap(), rare_collections():  # as where an engine serves
-        torch.cuda.synchronize()
+    def timed() -> float:
+        """Seconds of steps that follow each other: from when one is done until the last of so many more is."""
+        run(2)
         began = time.perf_counter()
         run(steps)
-        torch.cuda.synchronize()
-        step = 1e6 * (time.perf_counter() - began) / steps
+        return time.perf_counter() - began
+
+    answering: set[int] = set()
+    while len(answering) < len(ids):  # the prompts, which take as many steps as they may
+        answering |= {output.request_id for output in llm.engine.step() if output.new_token_ids}
+    run(10)  # what the first decodes set up
+    with settled_heap(), rare_collections():  # as where an engine serves
+        before = timed()
         found = traced(lambda: run(steps))
+        step = 1e6 * (before + timed()) / (2 * steps)
     llm.exit()
     busy = found.busy / steps
     print(
