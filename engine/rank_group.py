@@ -15,6 +15,7 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.util  # its handler at exit, which waits for children, must be registered before ours
+import os
 import pickle
 import selectors
 import shutil
@@ -64,6 +65,7 @@ class RankGroup:
         self._channels: list[Connection] = []
         self._answered: list[deque[tuple]] = [deque() for _ in range(size)]
         self._selector = selectors.DefaultSelector()
+        self._parent = os.getpid()
         self.processes: list[Any] = []
         _groups.add(self)
         spawn = multiprocessing.get_context("spawn")
@@ -167,7 +169,10 @@ class RankGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank now and leave nothing behind. A second call is a no-op."""
+        """End every rank now and leave nothing behind. A second call is a no-op, and so is one by a fork of the parent,
+        whose copy of this ends before the ranks do."""
+        if os.getpid() != self._parent:
+            return
         for process in self.processes:
             process.kill()
         for process in self.processes:

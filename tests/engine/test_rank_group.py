@@ -3,6 +3,7 @@ are real; the model in them is a stand-in, so that they start in a moment."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -25,7 +26,7 @@ from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, SequenceStatus
 from engine.tensor_parallel import RanksLost, TensorParallelRunner
 from models.config import ModelConfig
-from processes import descendants, gone
+from processes import descendants, gone, left_in_shared_memory, shared_memory
 
 Opened = Callable[..., TensorParallelRunner]
 _request_ids = itertools.count(1)
@@ -274,7 +275,7 @@ def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path
     root = Path(__file__).parents[2]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    shared = shared_memory()
     env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests' / 'support'}", "TMPDIR": str(temporary)}
     parent = subprocess.Popen(
         [sys.executable, str(program)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -302,8 +303,19 @@ def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path
         parent.stdin.close()
         parent.stdout.close()
     assert not list(temporary.glob("pageturn-ranks-*"))
-    if os.path.isdir("/dev/shm"):
-        assert set(os.listdir("/dev/shm")) <= shared
+    assert not left_in_shared_memory(shared)
+
+
+def test_a_fork_of_the_parent_ends_no_rank(open_runner: Opened) -> None:
+    runner = after_two_steps(open_runner("echo"))
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(AssertionError):  # multiprocessing's, of whoever is not the parent
+            runner._group.kill()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert runner.loss() is None
+    assert step(runner) == [70, 1]
 
 
 def test_a_rank_that_failed_at_a_chore_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

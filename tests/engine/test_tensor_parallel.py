@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from processes import descendants, gone
+from processes import descendants, gone, left_in_shared_memory, shared_memory
 from reference import assert_beams, assert_greedy, assert_logprobs, reference_beams
 
 NEW = 24
@@ -270,7 +270,7 @@ def test_nothing_is_left_when_the_parent_is_killed_in_mid_step(tiny_qwen3: Path,
     )
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    shared = shared_memory()
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(temporary)}
     with subprocess.Popen([sys.executable, str(program)], env=env, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -283,5 +283,4 @@ def test_nothing_is_left_when_the_parent_is_killed_in_mid_step(tiny_qwen3: Path,
             parent.kill()
         assert gone(started, seconds=2)
     assert not list(temporary.iterdir())
-    if os.path.isdir("/dev/shm"):
-        assert set(os.listdir("/dev/shm")) <= shared
+    assert not left_in_shared_memory(shared)

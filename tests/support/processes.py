@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,20 @@ def gone(pids: Iterable[int], seconds: float, but: str = "\0") -> bool:
         if not left or time.monotonic() > end:
             return not left
         time.sleep(0.02)
+
+
+def shared_memory() -> set[str]:
+    """The names in it; none where a system shows none."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def left_in_shared_memory(before: set[str], seconds: float = 60) -> set[str]:
+    """What is there now, was not before, and stays for so long: what tests in other processes put there goes sooner."""
+    left, end = shared_memory() - before, time.monotonic() + seconds
+    while left and time.monotonic() < end:
+        time.sleep(0.1)
+        left &= shared_memory()
+    return left
 
 
 def _lives(pid: int) -> bool:
