@@ -222,7 +222,9 @@
     });
     const toEnd = () => { if (following) log.scrollTop = log.scrollHeight; };
     // In the next frame, as the browser tells there first whether the reader has scrolled since the last one.
-    new MutationObserver(() => requestAnimationFrame(toEnd)).observe(log, { childList: true, subtree: true, characterData: true });
+    let due = 0; // once a frame, however much comes: a tab that nobody sees has none for long
+    const inNextFrame = () => { due ||= requestAnimationFrame(() => { due = 0; toEnd(); }); };
+    new MutationObserver(inNextFrame).observe(log, { childList: true, subtree: true, characterData: true });
     new ResizeObserver(toEnd).observe(log);
   }
 
