@@ -19,7 +19,7 @@ import torch
 
 import sum_ranks
 from engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from processes import gone
+from processes import gone, left_in_shared_memory, shared_memory
 from reference import assert_beams, assert_greedy, assert_logprobs, reference_beams
 
 pytestmark = [
@@ -60,7 +60,7 @@ def pair(request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path]) -
     from transformers import AutoModelForCausalLM
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     if request.param == "llama":
         folder = make_tiny_model("llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     else:
@@ -73,7 +73,7 @@ def pair(request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path]) -
     two.exit()
     one.exit()
     assert gone(pids, seconds=0)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not left_in_shared_memory(shared)
 
 
 def test_two_cards_give_the_greedy_tokens_of_transformers(pair: Pair) -> None:
