@@ -112,6 +112,9 @@ async def _serve(
 
     def build() -> FastAPI:
         from app.chat import ChatService
+        from app.gradio_import import without_interface_files
+
+        without_interface_files()
         from app.server import build_app
 
         chats = ChatService(store, engine, settings.abandon_after, isolate_users=settings.isolate_users)

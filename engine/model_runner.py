@@ -7,6 +7,7 @@ returns a handle; collect() waits for it and brings the sampled ids to the host.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine import step_graphs
@@ -132,15 +134,18 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Take the pool's memory: [layers, 2, num_blocks, block_size, this rank's kv_heads, head_dim].
 
-        Zeroed, because a masked-out slot still enters attention as 0 * value, which NaN would survive; on a
-        CPU the zero pages cost nothing before they are written.
+        Zeroed, because a masked-out slot still enters attention as 0 * value, which NaN would survive. On a CPU
+        these are the system's pages of zeros, which take neither time nor memory before they are written.
         """
         c = self.model_config
-        self.kv_cache = torch.zeros(
-            (c.num_hidden_layers, 2, num_blocks, self.block_size, c.kv_heads_per_rank(self._tp_size), c.head_dim),
-            dtype=self.device.dtype,
-            device=self.device.device,
-        )
+        kv_heads = c.kv_heads_per_rank(self._tp_size)
+        shape = (c.num_hidden_layers, 2, num_blocks, self.block_size, kv_heads, c.head_dim)
+        dtype, device = self.device.dtype, self.device.device
+        if device.type == "cpu":  # torch.zeros would write them all
+            zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+            self.kv_cache = torch.from_numpy(zeros).view(dtype).view(shape)
+        else:
+            self.kv_cache = torch.zeros(shape, dtype=dtype, device=device)
         self.model.bind_kv_cache(self.kv_cache)
 
     def release_kv_cache(self) -> None:
