@@ -1,15 +1,24 @@
-"""A pytest plugin (`-p quick_interpreter`): Triton's interpreter without its search, at every call of a function by a
-kernel, for what of triton.language is to be replaced, which takes a third of its time. It finds the same each time."""
+"""A pytest plugin (`-p quick_interpreter`) for what is slow in Triton's interpreter.
+
+At every call of a function by a kernel it searches for what of triton.language is to be replaced, which takes a third
+of its time: it finds the same each time, and need not search again. For every operation it makes a table of numpy's
+types anew. And of a test's combinations of parameters only so
+many are run that each value of one meets each value of every other; on a card all are (tests/models/test_kernels.py).
+"""
 
 from __future__ import annotations
 
 import inspect
+from itertools import combinations
 from typing import Any
 
+import pytest
 from triton import language
 from triton.runtime import interpreter
 
 _builtins: dict[Any, list[tuple[str, Any]]] = {}
+_numpy_types: dict[str, Any] = {}
+_find_numpy_type = interpreter._get_np_dtype
 
 
 def _patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
@@ -21,4 +30,32 @@ def _patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, *scope)
 
 
+def _get_np_dtype(of: Any) -> Any:
+    """As interpreter._get_np_dtype: of a block, of its elements; of pointers they do not matter."""
+    element = of.element_ty if isinstance(of, language.block_type) else of
+    name = "pointer" if isinstance(element, language.pointer_type) else element.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _find_numpy_type(element)
+    return _numpy_types[name]
+
+
 interpreter._patch_builtin = _patch_builtin
+interpreter._get_np_dtype = _get_np_dtype
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests: dict[str, dict[pytest.Item, set[tuple[Any, ...]]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        parameters = sorted((name, repr(value)) for name, value in callspec.params.items()) if callspec else []
+        pairs = set(combinations(parameters, 2)) or {tuple(parameters)}
+        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = pairs
+    kept: set[pytest.Item] = set()
+    for cases in tests.values():
+        missing = set().union(*cases.values())
+        while missing:
+            best = max(cases, key=lambda item: len(cases[item] & missing))
+            kept.add(best)
+            missing -= cases[best]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
