@@ -82,10 +82,10 @@ def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path: Path) -> 
 
 def test_two_calls_with_one_file_give_the_rows_of_both(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    common = ["--device", "cpu", "--model", tiny, "--runs", "2", "--json", str(file)]
-    first = call(*common, "--engine", "pageturn,transformers", "--workload", "ttft_turn2")
+    common = ["--device", "cpu", "--model", tiny, "--json", str(file)]
+    first = call(*common, "--runs", "2", "--engine", "pageturn,transformers", "--workload", "ttft_turn2")
     assert first.returncode == 0, first.stdout + first.stderr
-    second = call(*common, "--workload", "load")
+    second = call(*common, "--runs", "1", "--workload", "load")
     assert second.returncode == 0, second.stdout + second.stderr
 
     content = json.loads(file.read_text())
@@ -100,7 +100,7 @@ def test_two_calls_with_one_file_give_the_rows_of_both(tiny: str, tmp_path: Path
     ]
     for row in content["rows"]:
         assert row.keys() == ROW_KEYS
-        assert len(row["runs"]) == 2
+        assert len(row["runs"]) == (1 if row["workload"] == "load" else 2)
         assert min(row["runs"]) <= row["median"] <= max(row["runs"])
     ready, first_token = (row["median"] for row in content["rows"][2:])
     assert 0 < ready < first_token

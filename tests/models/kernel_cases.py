@@ -375,24 +375,25 @@ def test_the_backend_lets_chunks_read_their_own_keys_from_the_projection(
     """Behind decodes, before padding rows of NaN, in every layer anew."""
     torch.manual_seed(21)
     lengths = [*[(40, 1), (16, 1), (0, 1)][:decodes], (0, 37), (21, 18), (50, 1)]
-    pages = Pages(lengths, (6, 2, 128, 16), dtype)
+    heads, kv_heads, dim, size = shape = (6, 2, 128, 16) if ON_CARD else (3, 1, 16, 16)
+    pages = Pages(lengths, shape, dtype)
     batch = batch_of(pages, decodes, True)
     rows, padding = len(batch.slot_mapping), 19
     batch.slot_mapping = torch.cat((batch.slot_mapping, torch.full_like(batch.slot_mapping[:1], -1).expand(padding)))
-    cos, sin, weights = angles(rows + padding, 128, dtype)
+    cos, sin, weights = angles(rows + padding, dim, dtype)
     given = (weights[0], weights[1], 1e-6) if norms else None
     backend = TritonBackend()
     for _ in range(2):
-        qkv = torch.randn(rows + padding, 10 * 128).to(dtype).to(DEVICE)
+        qkv = torch.randn(rows + padding, (heads + 2 * kv_heads) * dim).to(dtype).to(DEVICE)
         qkv[rows:] = torch.nan
         k_cache, v_cache = pages.k_cache.clone(), pages.v_cache.clone()
         rotation = rope_cache.Rotation(cos, sin, batch.slot_mapping, given)
-        pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=6)[:rows]
+        pages.q = rope_cache.reference(qkv, rotation, pages.k_cache, pages.v_cache, num_heads=heads)[:rows]
         got = backend.forward_qkv(qkv, given, (cos, sin), k_cache, v_cache, pages.scale, batch)
-        close(got.view(-1, 6, 128)[:rows], pages.expected())
+        close(got.view(-1, heads, dim)[:rows], pages.expected())
         for written, expected in ((k_cache, pages.k_cache), (v_cache, pages.v_cache)):
             torch.testing.assert_close(written, expected, equal_nan=True, **TOLERANCE[dtype])
-    assert len(own_tiles) == (2 if takes_own_keys(dtype) else 0)
+    assert len(own_tiles) == (2 if takes_own_keys(dtype, dim) else 0)
 
 
 @pytest.mark.skipif(not ON_CARD, reason="CUDA graphs are of a card")
@@ -779,7 +780,7 @@ def test_norms_that_begin_in_the_products_before_them_have_the_greedy_tokens_of_
     from models.loader import load_model, read_config
     from tests.models.paged import PagedRunner
 
-    folder = make_tiny_model("qwen3", seed=4, intermediate_size=192)
+    folder = make_tiny_model("qwen3", seed=4, intermediate_size=192, num_hidden_layers=2)
     model = load_model(folder, read_config(folder), dtype=torch.float32, attention_backend="triton")
     added = []
     for linear in (module for module in model.modules() if isinstance(module, Linear)):
@@ -811,7 +812,7 @@ def test_the_engine_hands_the_kernels_what_they_need(tiny_llama: Path, monkeypat
 
 @interpreted
 def test_steps_that_read_nothing_but_their_buffers_have_the_greedy_tokens_of_transformers(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    make_tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a graph would capture, called anew: block tables in full width, padding rows, the draw into a buffer."""
     from engine import LLM, SamplingParams, model_runner, step_graphs
@@ -825,8 +826,9 @@ def test_steps_that_read_nothing_but_their_buffers_have_the_greedy_tokens_of_tra
     monkeypatch.setattr(step_graphs, "why_eager", lambda *args: None)
     monkeypatch.setattr(step_graphs, "CudaRecorder", FakeRecorder)
     monkeypatch.setattr(model_runner, "all_shapes", lambda *limits: [Shape(2), Shape(4), Shape(2, 64, 4)])
-    llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=32, max_num_seqs=4, max_model_len=64)
+    folder = make_tiny_model("llama", num_hidden_layers=2)
+    llm = LLM(folder, device="cpu", dtype="float32", num_kvcache_blocks=32, max_num_seqs=4, max_model_len=64)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    check_greedy(tiny_llama, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
+    check_greedy(folder, [out.token_ids for out in llm.generate(few_prompts(), greedy, use_tqdm=False)])
     assert llm.engine.runner.graphs._recorder.replays == 3  # type: ignore[attr-defined]
     llm.exit()
