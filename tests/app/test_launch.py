@@ -146,13 +146,20 @@ def test_the_port_is_open_within_five_seconds_and_the_model_loads_behind_it(tmp_
             assert health["kv"] == {"total": 0, "free": 0, "cached": 0, "active": 0}
             return seconds
 
-    assert min(opened("first"), opened("second")) < 5  # a busy machine may be late once
+    assert any(opened(folder) < 5 for folder in ("first", "second"))  # a busy machine may be late once
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["at once", "port open", "loading"])
+@pytest.mark.parametrize(
+    ("moment", "sig"),
+    [
+        ("at once", signal.SIGTERM),
+        ("port open", signal.SIGINT),
+        ("loading", signal.SIGTERM),
+        ("loading", signal.SIGINT),
+    ],
+)
 def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
-    sig: int, moment: str, tmp_path: Path, default_model_path: Path
+    moment: str, sig: int, tmp_path: Path, default_model_path: Path
 ) -> None:
     with AppProcess("--model", str(default_model_path), data_dir=tmp_path / "data") as server:
         if moment == "at once":

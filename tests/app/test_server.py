@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -
     argv = ("--num-kvcache-blocks", "600", "--dtype", "float32")
     with AppProcess(*argv, data_dir=tmp_path_factory.mktemp("server") / "data") as process:
         yield process.wait_ready()
+        assert process.end() == 0, process.log()
 
 
 @pytest.fixture
@@ -52,6 +54,17 @@ def test_health_is_exactly_what_is_promised(server: AppProcess) -> None:
     }
     assert set(kv) == {"total", "free", "cached", "active"}
     assert kv["total"] == 600 == kv["free"] + kv["cached"] + kv["active"]
+
+
+def test_with_nothing_to_do_it_uses_little_of_a_core(server: AppProcess) -> None:
+    def processor_seconds() -> float:
+        fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    time.sleep(1)
+    before, began = processor_seconds(), time.monotonic()
+    time.sleep(3)
+    assert (processor_seconds() - before) / (time.monotonic() - began) < 0.04
 
 
 def test_it_says_where_it_is_and_when_the_model_is_ready(server: AppProcess) -> None:
@@ -154,7 +167,7 @@ def test_a_closed_stream_frees_the_engine_within_half_a_second(server: AppProces
         stream.close()
         return seconds_until_idle(server)
 
-    assert min(close_one() for _ in range(3)) < 0.5  # a busy machine may be late once
+    assert any(close_one() < 0.5 for _ in range(3))  # a busy machine may be late once
 
 
 def test_a_client_that_hangs_up_without_streaming_frees_the_engine_too(server: AppProcess) -> None:
@@ -165,7 +178,7 @@ def test_a_client_that_hangs_up_without_streaming_frees_the_engine_too(server: A
             impatient.chat.completions.create(model=MODEL, messages=STORY, **ENDLESS)
         return seconds_until_idle(server)
 
-    assert min(hang_up() for _ in range(3)) < 0.5
+    assert any(hang_up() < 0.5 for _ in range(3))
 
 
 async def test_the_socket_tells_what_the_snapshot_tells(server: AppProcess) -> None:

@@ -240,7 +240,7 @@ def test_the_server_restarts_under_open_tabs(own_server, profile):
     expect(page.locator(".pt-chat")).to_have_count(1)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_server_that_ends_in_mid_reply_keeps_the_message_and_the_cut_reply(own_server, profile, how):
     page = open_page(profile(), own_server.url, max_tokens=2000)
     send(page, "Write a very long story about an island.")

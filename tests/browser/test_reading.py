@@ -256,17 +256,19 @@ def test_a_long_chat_loads_its_end_first_and_is_not_rendered_again_while_a_reply
     expect(page.locator("#stop")).to_be_hidden()
 
 
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
-def test_stop_stands_in_the_message_boxs_row(server, profile, viewport):
-    page = open_page(profile(viewport=viewport), server.url, max_tokens=None)
-    idle = page.locator("#message").bounding_box()
-    send(page, "Tell a very long story about a lighthouse.")
-    wait_for_streaming(page)
-    box, stop = page.locator("#message").bounding_box(), page.locator("#stop").bounding_box()
-    page.locator("#stop").click()
-    assert box["height"] == idle["height"]
-    assert stop["x"] >= box["x"] + box["width"] and stop["x"] + stop["width"] <= viewport["width"]
-    assert (stop["y"], stop["height"]) == pytest.approx((box["y"], box["height"]), abs=1)
+def test_stop_stands_in_the_message_boxs_row(server, profile):
+    page = open_page(profile(), server.url, max_tokens=None)
+    for count, viewport in enumerate([{"width": 1280, "height": 800}, {"width": 390, "height": 844}], start=1):
+        page.set_viewport_size(viewport)
+        idle = page.locator("#message").bounding_box()
+        send(page, "Tell a very long story about a lighthouse.")
+        wait_for_streaming(page)
+        box, stop = page.locator("#message").bounding_box(), page.locator("#stop").bounding_box()
+        page.locator("#stop").click()
+        assert box["height"] == idle["height"]
+        assert stop["x"] >= box["x"] + box["width"] and stop["x"] + stop["width"] <= viewport["width"]
+        assert (stop["y"], stop["height"]) == pytest.approx((box["y"], box["height"]), abs=1)
+        wait_for_replies(page, count)
 
 
 @pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
@@ -298,21 +300,24 @@ def test_folded_settings_take_a_line_and_unfolded_ones_what_they_need(server, pr
     assert page.locator("#settings").bounding_box()["height"] > 300
 
 
-@pytest.mark.parametrize("height", [800, 640])
-def test_the_events_are_in_view_beside_the_chat_without_scrolling(server, profile, height):
-    page = open_page(profile(viewport={"width": 1280, "height": height}), server.url, max_tokens=4)
+def test_the_events_are_in_view_beside_the_chat_without_scrolling(server, profile):
+    page = open_page(profile(), server.url, max_tokens=4)
     for word in ("one", "two", "three"):
         ask(page, f"Say {word}.")
     expect(page.locator(".pt-events li")).to_have_count(5)
-    assert page.locator("#panel-column").evaluate("e => e.scrollTop") == 0
-    events = page.locator(".pt-events").bounding_box()
-    assert events["y"] > 0 and events["y"] + events["height"] <= height
-    lines = [line.bounding_box() for line in page.locator(".pt-events li").all()]
-    assert lines[3]["y"] + lines[3]["height"] <= height
-    # What the events lie over can be scrolled out from under them.
-    page.locator("#panel-column").evaluate("e => e.scrollTo(0, e.scrollHeight)")
-    spark, over = page.locator(".pt-spark").bounding_box(), page.locator(".pt-happened").bounding_box()
-    assert spark["y"] + spark["height"] <= over["y"]
+    column = page.locator("#panel-column")
+    assert column.evaluate("e => e.scrollTop") == 0
+    for height in (800, 640):
+        page.set_viewport_size({"width": 1280, "height": height})
+        column.evaluate("e => e.scrollTo(0, 0)")
+        events = page.locator(".pt-events").bounding_box()
+        assert events["y"] > 0 and events["y"] + events["height"] <= height
+        lines = [line.bounding_box() for line in page.locator(".pt-events li").all()]
+        assert lines[3]["y"] + lines[3]["height"] <= height
+        # What the events lie over can be scrolled out from under them.
+        column.evaluate("e => e.scrollTo(0, e.scrollHeight)")
+        spark, over = page.locator(".pt-spark").bounding_box(), page.locator(".pt-happened").bounding_box()
+        assert spark["y"] + spark["height"] <= over["y"]
 
 
 def test_the_panel_tells_ones_other_chats_from_strangers(server, profile):

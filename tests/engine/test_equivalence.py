@@ -108,6 +108,14 @@ def preempting(subject: Subject, new_tokens: int) -> LLM:
     return subject.open(num_kvcache_blocks=pool, kvcache_block_size=2, max_num_batched_tokens=64)
 
 
+# For what the default model shows once more, slowly.
+mostly_tiny = pytest.mark.parametrize(
+    "subject",
+    [pytest.param("the default model", marks=pytest.mark.long), "a tiny llama", "a tiny qwen3"],
+    indirect=True,
+)
+
+
 def test_eight_prompts_get_the_64_greedy_tokens_of_transformers(subject: Subject) -> None:
     assert [len(reply) for reply in subject.replies] == [64] * 8
     assert_greedy(subject.reference, subject.prompts, subject.replies)
@@ -162,6 +170,7 @@ def test_preempted_requests_get_the_same_tokens(subject: Subject) -> None:
     assert ids(outputs) == [reply[: subject.short] for reply in subject.replies]
 
 
+@mostly_tiny
 def test_requests_that_arrive_one_by_one_between_long_ones_get_the_same_tokens(subject: Subject) -> None:
     """Ten requests, one more every step; each step mixes decodes with chunks of several prompts."""
     llm = subject.open(max_num_batched_tokens=64)
@@ -177,6 +186,7 @@ def test_requests_that_arrive_one_by_one_between_long_ones_get_the_same_tokens(s
     assert_greedy(subject.reference, long, [got[0], got[5]])
 
 
+@mostly_tiny
 def test_thirty_two_short_prompts_at_once_get_the_tokens_of_transformers(subject: Subject) -> None:
     llm = subject.open()
     prompts = [subject.prompts[i % 8][-(2 + i // 2) :] for i in range(32)]
@@ -192,6 +202,7 @@ SAMPLED = [
 ]
 
 
+@mostly_tiny
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_in_chunks_and_preempted(subject: Subject) -> None:
     count = min(12, subject.short)
     params = [SamplingParams(max_tokens=count, ignore_eos=True, **s) for s in SAMPLED]

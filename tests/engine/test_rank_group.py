@@ -258,6 +258,7 @@ def serve():
         return None
     if how == "drop it and live on":
         del group
+        print("dropped", flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -293,6 +294,7 @@ def test_nothing_is_left_of_the_ranks_however_the_parent_ends(how: str, tmp_path
             parent.stdin.write(how + "\n")
             parent.stdin.flush()
         if how == "drop it and live on":
+            assert parent.stdout.readline() == "dropped\n"
             assert gone(started, seconds=2, but="resource_tracker") and parent.poll() is None
         else:
             parent.wait(timeout=5)

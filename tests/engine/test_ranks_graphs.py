@@ -130,7 +130,7 @@ def test_a_killed_rank_costs_no_token_though_a_step_was_launched_ahead(
     assert ahead[-1], "the new ranks are not as fast as the old ones"
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_without_memory_for_more_graphs_stops_both(
     tiny_qwen3: Path, eager: LLM, which: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,7 +44,7 @@ def check(folder: Path, asked: list[list[int]], found: list[list[int]]) -> None:
     assert_greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), asked, found)
 
 
-@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_llama"])
+@pytest.mark.parametrize("family", ["tiny_qwen3", pytest.param("tiny_llama", marks=pytest.mark.long)])
 def test_sums_with_norms_in_small_steps_and_the_librarys_in_large_ones_give_the_tokens_of_transformers(
     family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -375,7 +375,7 @@ def test_the_backend_lets_chunks_read_their_own_keys_from_the_projection(
     """Behind decodes, before padding rows of NaN, in every layer anew."""
     torch.manual_seed(21)
     lengths = [*[(40, 1), (16, 1), (0, 1)][:decodes], (0, 37), (21, 18), (50, 1)]
-    heads, kv_heads, dim, size = shape = (6, 2, 128, 16) if ON_CARD else (3, 1, 16, 16)
+    heads, kv_heads, dim, _ = shape = (6, 2, 128, 16) if ON_CARD else (3, 1, 16, 16)
     pages = Pages(lengths, shape, dtype)
     batch = batch_of(pages, decodes, True)
     rows, padding = len(batch.slot_mapping), 19

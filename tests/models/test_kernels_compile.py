@@ -55,6 +55,11 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", t
 }
 
 
+def later(*values: Any) -> Any:
+    """Parameters that are compiled where the long tests are asked for: seconds each, of what others show in part."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What the launches in a test would have run: they compile and stop there."""
@@ -109,7 +114,7 @@ def pages(dim: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(64, 4, dim, dtype=BF16), cache, cache, start, lens, torch.zeros(1, 512, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [128, later(256)])
 def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
     q, *rest = pages(dim)
     paged_prefill.paged_prefill(q, *rest, 1.0, out=torch.empty_like(q), processors=132)
@@ -119,9 +124,9 @@ def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
     assert all(kernel.metadata.launch_pdl for kernel in compiled)  # of few tokens
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("processors", [1, 132], ids=["whole", "split"])
-def test_paged_prefill_with_a_chunk_s_own_keys(dim: int, processors: int, compiled: list[Any], tmp_path: Path) -> None:
+def test_paged_prefill_with_a_chunk_s_own_keys(processors: int, compiled: list[Any], tmp_path: Path) -> None:
+    dim = 128  # the one that own_keys.pays() takes
     _, *rest = pages(dim)
     qkv = torch.zeros(64, 8 * dim, dtype=BF16)
     q, own = qkv.view(64, 8, dim)[:, :4], OwnKeys.of(qkv, 4, 2)
@@ -134,8 +139,7 @@ def test_paged_prefill_with_a_chunk_s_own_keys(dim: int, processors: int, compil
     assert not re.search(r"C751[0-5]", report)  # matrix products that wait for each other
 
 
-@pytest.mark.parametrize("splits", [1, 32])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize(("dim", "splits"), [(128, 32), (256, 1), later(128, 1), later(256, 32)])
 def test_paged_decode(dim: int, splits: int, compiled: list[Any]) -> None:
     q, keys, values, _, lens, tables = pages(dim)
     arrived = torch.zeros(2, dtype=torch.int32)
@@ -170,7 +174,7 @@ def share_a_prefix(dim: int) -> None:
     paged_decode.decode_qkv(qkv, rotation, cache, cache, lens, tables, 1.0, out=out, prefixes=prefixes)
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [128, later(256)])
 def test_a_shared_prefix_is_read_beside_the_rest(dim: int, compiled: list[Any], tmp_path: Path) -> None:
     share_a_prefix(dim)
     prefix, rest = compiled
@@ -223,8 +227,15 @@ def test_the_fused_elementwise_kernels(compiled: list[Any]) -> None:
 PRODUCTS = [(4096, 1024, True, False), (1024, 2048, False, False), (6144, 1024, True, True), (1024, 3072, False, False)]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 32, 64, 128, 256])
-@pytest.mark.parametrize("product", PRODUCTS, ids=str)
+@pytest.mark.parametrize(
+    ("product", "rows"),
+    [
+        (product, rows) if (i + k) % 2 == 0 else later(product, rows)
+        for i, product in enumerate(PRODUCTS)
+        for k, rows in enumerate((1, 3, 32, 64, 128, 256))
+    ],
+    ids=str,
+)
 def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, compiled: list[Any]) -> None:
     outputs, columns, normed, gated = product
     x, weight = torch.zeros(rows, columns, dtype=BF16), torch.zeros(outputs, columns, dtype=BF16)
@@ -262,7 +273,7 @@ def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled
         assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [later(128), 256])
 def test_attention_fits_the_shared_memory_of_smaller_cards(
     dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -301,8 +312,11 @@ def test_step_rows(compiled: list[Any]) -> None:
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("adjusts", [False, True])
+@pytest.mark.parametrize(
+    ("adjusts", "dtype"),
+    [(True, BF16), (False, torch.float32), later(True, torch.float32), later(False, BF16)],
+    ids=str,
+)
 def test_sampling(adjusts: bool, dtype: torch.dtype, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncation, "_num_programs", lambda device: 128)
     words, vocab_size = torch.zeros(2, dtype=torch.int64), 151_936
