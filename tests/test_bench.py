@@ -127,6 +127,7 @@ def test_a_gguf_file_without_what_transformers_reads_it_with_names_the_package(
         Transformers(setup)
 
 
+@pytest.mark.long
 def test_conversations_through_the_async_engine_find_their_history_cached(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     done = call("--device", "cpu", "--model", tiny, "--workload", "chat_1", "--json", str(file))

@@ -91,7 +91,11 @@ def test_the_panel_counts_the_blocks_as_the_engine_does(server, profile):
 LATE_ANSWER = late_events(500, '"sent":[{]"')  # to a message that was sent, after those to later events
 
 
-@pytest.mark.parametrize("scripts", [[], [LATE_ANSWER]], ids=["as it is", "with a late answer"])
+@pytest.mark.parametrize(
+    "scripts",
+    [pytest.param([], marks=pytest.mark.long), [LATE_ANSWER]],
+    ids=["as it is", "with a late answer"],
+)
 def test_turning_to_another_chat_right_after_sending_stays_there_and_the_message_is_sent(server, profile, scripts):
     page = open_page(profile(scripts=scripts), server.url)
     ask(page, "The first chat.")

@@ -71,6 +71,7 @@ def test_two_people_stream_at_once_and_never_see_each_other(server, profile):
     expect(bob.locator(".pt-none")).to_have_text("Nothing found")
 
 
+@pytest.mark.long
 def test_eight_tabs_stream_and_can_be_stopped_and_are_all_the_same_person(server, profile):
     """More tabs than a browser opens connections for: a held stream each would leave none for the seventh."""
     context = profile()

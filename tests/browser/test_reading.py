@@ -271,7 +271,10 @@ def test_stop_stands_in_the_message_boxs_row(server, profile):
         wait_for_replies(page, count)
 
 
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 800}, {"width": 390, "height": 844}])
+@pytest.mark.parametrize(
+    "viewport",
+    [{"width": 1280, "height": 800}, pytest.param({"width": 390, "height": 844}, marks=pytest.mark.long)],
+)
 def test_a_message_is_edited_in_a_wide_box_and_the_arrows_between_branches_can_be_hit(server, profile, viewport):
     page = open_page(profile(), server.url, max_tokens=4)
     page.set_viewport_size(viewport)

@@ -2,14 +2,14 @@
 
 At every call of a function by a kernel it searches for what of triton.language is to be replaced, which takes a third
 of its time: it finds the same each time, and need not search again. For every operation it makes a table of numpy's
-types anew. And of a test's combinations of parameters only so
-many are run that each value of one meets each value of every other; on a card all are (tests/models/test_kernels.py).
+types anew. And of a test's combinations of parameters only so many are run as show each of their values; on a card all
+are (tests/models/test_kernels.py).
 """
 
 from __future__ import annotations
 
 import inspect
-from itertools import combinations
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -44,18 +44,20 @@ interpreter._get_np_dtype = _get_np_dtype
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tests: dict[str, dict[pytest.Item, set[tuple[Any, ...]]]] = {}
+    """Keeps of each test the cases that show the most values which those kept before did not, and beside them those
+    that were shown least, until all have been shown."""
+    tests: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
-        parameters = sorted((name, repr(value)) for name, value in callspec.params.items()) if callspec else []
-        pairs = set(combinations(parameters, 2)) or {tuple(parameters)}
-        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = pairs
+        values = {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
+        tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values or {("", "")}
     kept: set[pytest.Item] = set()
     for cases in tests.values():
-        missing = set().union(*cases.values())
-        while missing:
-            best = max(cases, key=lambda item: len(cases[item] & missing))
+        shown = Counter(dict.fromkeys(set().union(*cases.values()), 0))
+        while not all(shown.values()):
+            new = {item: sum(not shown[value] for value in values) for item, values in cases.items()}
+            best = max(cases, key=lambda item: (new[item], -sum(shown[value] for value in cases[item])))
             kept.add(best)
-            missing -= cases[best]
+            shown.update(cases[best])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
