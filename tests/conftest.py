@@ -88,6 +88,14 @@ def default_model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_model_path(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model without most of its layers, for tests that are not about what it says; see shallow_model."""
+    from shallow_model import write_shallow
+
+    return write_shallow(default_model_path, tmp_path_factory.mktemp("shallow"))
+
+
+@pytest.fixture(scope="session")
 def default_model_reference(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """transformers' float32 model of the default model's file, read by its own GGUF reader. Not to be changed."""
     gguf = pytest.importorskip("gguf")

@@ -123,9 +123,9 @@ def test_a_model_that_does_not_split_over_the_ranks_is_one_line_before_the_port_
     assert "open" not in result.stdout
 
 
-def test_a_pool_that_memory_cannot_hold_is_one_line_with_both_numbers(tmp_path: Path) -> None:
-    argv = ("--port", "0", "--num-kvcache-blocks", "99999999999", "--data-dir", str(tmp_path / "data"))
-    line = one_line_at_the_end(run_app(*argv, timeout=90))
+def test_a_pool_that_memory_cannot_hold_is_one_line_with_both_numbers(tmp_path: Path, shallow_model_path: Path) -> None:
+    argv = ("--port", "0", "--num-kvcache-blocks", "99999999999", "--model", str(shallow_model_path))
+    line = one_line_at_the_end(run_app(*argv, "--data-dir", str(tmp_path / "data"), timeout=90))
     assert "--num-kvcache-blocks 99999999999 needs" in line and "blocks would fit" in line
 
 
@@ -159,9 +159,9 @@ def test_the_port_is_open_within_five_seconds_and_the_model_loads_behind_it(tmp_
     ],
 )
 def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
-    moment: str, sig: int, tmp_path: Path, default_model_path: Path
+    moment: str, sig: int, tmp_path: Path, shallow_model_path: Path
 ) -> None:
-    with AppProcess("--model", str(default_model_path), data_dir=tmp_path / "data") as server:
+    with AppProcess("--model", str(shallow_model_path), data_dir=tmp_path / "data") as server:
         if moment == "at once":
             server.wait_for(lambda: (tmp_path / "data").exists())  # Python itself is up, and in our hands
         else:
@@ -174,7 +174,7 @@ def test_a_signal_before_the_model_is_ready_ends_it_cleanly(
         assert "Traceback" not in server.log()
 
 
-def test_a_signal_while_the_event_loop_is_made_ends_it_cleanly(tmp_path: Path, default_model_path: Path) -> None:
+def test_a_signal_while_the_event_loop_is_made_ends_it_cleanly(tmp_path: Path, shallow_model_path: Path) -> None:
     program = """
 import asyncio.selector_events as events, os, runpy, signal
 make = events.BaseSelectorEventLoop._make_self_pipe
@@ -184,7 +184,7 @@ def interrupted(loop):
 events.BaseSelectorEventLoop._make_self_pipe = interrupted
 runpy.run_path("app.py", run_name="__main__")
 """
-    argv = ("--model", str(default_model_path))
+    argv = ("--model", str(shallow_model_path))
     with AppProcess(*argv, data_dir=tmp_path / "data", program=("-c", program)) as server:
         assert server.process.wait(60) == 0, server.log()
         assert "Traceback" not in server.log() and "ignored" not in server.log()

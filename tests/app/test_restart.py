@@ -54,9 +54,9 @@ def patient_health(server: AppProcess) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["hang", pytest.param("device", marks=pytest.mark.long)])
 def test_a_fault_ends_every_request_with_its_cause_and_the_server_restarts_once_and_only_once(
-    kind: str, tmp_path: Path, default_model_path: Path
+    kind: str, tmp_path: Path, shallow_model_path: Path
 ) -> None:
-    with faulty_server(tmp_path, kind, 2, default_model_path) as server:
+    with faulty_server(tmp_path, kind, 2, shallow_model_path) as server:
         server.wait_ready()
         pid = server.process.pid
         assert ask(server, 3)

@@ -227,8 +227,9 @@ async def test_thirty_clients_stream_at_once_and_each_is_whole(server: AppProces
     assert server.health()["running"] == 0
 
 
-def test_a_signal_in_mid_stream_ends_streams_and_server_cleanly(tmp_path: Path, default_model_path: Path) -> None:
-    with AppProcess("--num-kvcache-blocks", "600", data_dir=tmp_path / "data") as server:
+def test_a_signal_in_mid_stream_ends_streams_and_server_cleanly(tmp_path: Path, shallow_model_path: Path) -> None:
+    argv = ("--num-kvcache-blocks", "600", "--model", str(shallow_model_path))
+    with AppProcess(*argv, data_dir=tmp_path / "data") as server:
         server.wait_ready()
         client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=30)
         stream = client.chat.completions.create(model=MODEL, messages=STORY, stream=True, **ENDLESS)

@@ -22,8 +22,8 @@ LAUNCH_ARGS = [
 
 
 @pytest.fixture(scope="session")
-def server_args(default_model_path: Path) -> tuple[str, ...]:
-    return ("--model", str(default_model_path), "--num-kvcache-blocks", "1024")
+def server_args(shallow_model_path: Path) -> tuple[str, ...]:
+    return ("--model", str(shallow_model_path), "--num-kvcache-blocks", "1024")
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +36,9 @@ def server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def own_server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that a test may end and start again."""
-    server = Server(tmp_path_factory.mktemp("own"), *server_args).start()
+def own_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that a test may end and start again, with the whole of the default model."""
+    server = Server(tmp_path_factory.mktemp("own"), "--model", str(default_model_path)).start()
     yield server
     server.end()
 

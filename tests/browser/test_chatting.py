@@ -182,7 +182,7 @@ def test_a_copy_of_a_tab_without_a_chat_makes_a_chat_of_its_own(server, profile)
 
 def test_a_chat_that_is_deleted_in_another_tab_while_it_answers_leaves_the_page(server, profile):
     context = profile()
-    page = open_page(context, server.url, max_tokens=300)
+    page = open_page(context, server.url, max_tokens=2000)
     send(page, "Write a long story about a fox.")
     wait_for_streaming(page)
     other = open_page(context, page.url, max_tokens=None)
@@ -262,7 +262,7 @@ def test_a_refused_edit_leaves_the_message_as_it_was_and_its_text_in_the_message
 
 
 def test_escape_within_an_input_method_stops_nothing(server, profile):
-    page = open_page(profile(), server.url, max_tokens=400)
+    page = open_page(profile(), server.url, max_tokens=2000)
     send(page, "Write a very long story about a bridge.")
     wait_for_streaming(page)
     message_box(page).evaluate(
@@ -276,7 +276,7 @@ def test_escape_within_an_input_method_stops_nothing(server, profile):
 
 
 def test_stop_frees_the_engine_at_once_and_continue_goes_on(server, profile):
-    page = open_page(profile(), server.url, max_tokens=400)
+    page = open_page(profile(), server.url, max_tokens=2000)
     send(page, "Write a very long story about a lighthouse.")
     wait_for_streaming(page)
     with page.expect_request("**/gradio_api/**"):
@@ -297,7 +297,7 @@ def test_stop_frees_the_engine_at_once_and_continue_goes_on(server, profile):
 
 
 def test_escape_stops_and_the_keys_open_a_new_chat_and_the_search(server, profile):
-    page = open_page(profile(), server.url, max_tokens=400)
+    page = open_page(profile(), server.url, max_tokens=2000)
     send(page, "Write a very long story about a mountain.")
     wait_for_streaming(page)
     page.keyboard.press("Escape")
@@ -434,7 +434,7 @@ def test_a_number_beyond_its_slider_is_named_and_goes_to_the_limit_when_the_read
 
 
 def test_that_a_chat_is_still_answering_is_said_until_it_has_answered(server, profile):
-    page = open_page(profile(), server.url, max_tokens=60)
+    page = open_page(profile(), server.url, max_tokens=200)
     send(page, "Tell me a long story of the sea.")
     wait_for_streaming(page)
     message_box(page).fill("And of the hills.")
@@ -485,7 +485,7 @@ def test_a_message_longer_than_the_context_is_refused_with_both_numbers_and_kept
 
 def test_a_long_prefill_shows_its_progress(server, profile):
     page = open_page(profile(), server.url, max_tokens=2)
-    message_box(page).fill("Summarise: " + "the quick brown fox jumps over the lazy dog " * 250)
+    message_box(page).fill("Summarise: " + "the quick brown fox jumps over the lazy dog " * 700)
     message_box(page).press("Enter")
-    expect(page.locator("#chat .pt-pending")).to_have_text(re.compile(r"prefill [\d,]+ / [23],\d{3}"))
+    expect(page.locator("#chat .pt-pending")).to_have_text(re.compile(r"prefill [\d,]+ / [67],\d{3}"))
     wait_for_replies(page, 1)

@@ -56,7 +56,7 @@ def letters(text: str) -> str:
 
 
 def test_a_reload_in_mid_stream_attaches_again_and_the_text_is_whole(server, profile):
-    page = open_page(profile(), server.url, max_tokens=300)
+    page = open_page(profile(), server.url, max_tokens=2000)
     send(page, "Write a long story about bridges.")
     before = wait_for_streaming(page)
     page.reload()
@@ -66,11 +66,11 @@ def test_a_reload_in_mid_stream_attaches_again_and_the_text_is_whole(server, pro
     assert int(wait_for_replies(page, 1)["out"]) > 0
     assert last_reply(page).startswith(before[:20])
     open_settings(page)
-    expect(page.locator("#max-tokens textarea, #max-tokens input")).to_have_value("300")
+    expect(page.locator("#max-tokens textarea, #max-tokens input")).to_have_value("2000")
 
 
 def test_a_network_lost_for_three_seconds_is_caught_up_without_a_reload(server, profile, cable):
-    page = open_page(profile(), cable.url, max_tokens=120)
+    page = open_page(profile(), cable.url, max_tokens=300)
     send(page, "Write a story about a train.")
     before = wait_for_streaming(page)
     message_box(page).fill("A draft that must stay.")
@@ -91,7 +91,7 @@ def test_a_network_lost_for_three_seconds_is_caught_up_without_a_reload(server, 
 
 
 def test_a_reply_that_a_full_disk_does_not_take_stays_whole_and_is_saved_once_there_is_room(server, profile):
-    page = open_page(profile(), server.url, max_tokens=60)
+    page = open_page(profile(), server.url, max_tokens=200)
     send(page, "Tell me about ships.")
     wait_for_streaming(page)
     unsaved = page.locator("#chat .pt-note")
@@ -139,7 +139,7 @@ def test_a_message_sent_while_the_stream_of_events_ends_is_answered(server, prof
 
 
 def test_a_page_back_on_a_network_reads_on_while_the_server_still_writes_to_its_old_connection(server, profile):
-    page = open_page(profile(scripts=[DEAD_SOCKETS]), server.url, max_tokens=60)
+    page = open_page(profile(scripts=[DEAD_SOCKETS]), server.url, max_tokens=200)
     send(page, "Write a story about a lighthouse.")
     before = wait_for_streaming(page)
     page.evaluate("sockets.forEach((socket) => { socket.dead = true; }); window.dispatchEvent(new Event('online'))")
@@ -181,7 +181,7 @@ def test_what_became_of_a_message_is_asked_for_where_another_update_stood_in_its
 
 
 def test_where_no_sockets_get_through_events_come_over_http_and_survive_a_change_of_network(server, profile):
-    page = open_page(profile(scripts=[NO_SOCKETS]), server.url, max_tokens=60)
+    page = open_page(profile(scripts=[NO_SOCKETS]), server.url, max_tokens=200)
     send(page, "Write a story about a river.")
     before = wait_for_streaming(page)
     page.evaluate("window.dispatchEvent(new Event('online'))")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.browser
 
 
 def test_two_chats_stream_at_once_and_nothing_is_mixed(server, profile):
-    page = open_page(profile(), server.url, max_tokens=300)
+    page = open_page(profile(), server.url, max_tokens=2000)
     send(page, "Write a long story about apples.")
     wait_for_streaming(page)
     apples = chat_id(page)
@@ -75,7 +75,7 @@ def test_two_people_stream_at_once_and_never_see_each_other(server, profile):
 def test_eight_tabs_stream_and_can_be_stopped_and_are_all_the_same_person(server, profile):
     """More tabs than a browser opens connections for: a held stream each would leave none for the seventh."""
     context = profile()
-    tabs = [open_page(context, server.url, max_tokens=600) for _ in range(8)]
+    tabs = [open_page(context, server.url, max_tokens=2000) for _ in range(8)]
     for tab in tabs:
         send(tab, "Write a long story about the sea.")
     for tab in tabs:
@@ -108,7 +108,7 @@ def test_a_second_message_to_an_answering_chat_is_refused_and_kept(server, profi
 
 def test_a_second_tab_shows_the_same_chat_while_it_streams(server, profile):
     context = profile()
-    page = open_page(context, server.url, max_tokens=300)
+    page = open_page(context, server.url, max_tokens=2000)
     send(page, "Write a long story about the moon.")
     wait_for_streaming(page)
     second = context.new_page()

@@ -168,7 +168,7 @@ def test_a_phone_shows_the_chat_first_and_nothing_sideways(server, profile, tmp_
 def test_scrolling_up_in_mid_stream_stays_where_the_reader_put_it(server, profile):
     page = open_page(profile(viewport={"width": 1400, "height": 500}), server.url)
     ask(page, "Write one long paragraph about forests. " + "And about every tree in it. " * 40)
-    limit_replies(page, 60)
+    limit_replies(page, 200)
     send(page, "And now one about deserts.")
     wait_for_streaming(page)
     log = page.locator("#chat [role=log]")
@@ -231,7 +231,7 @@ def test_a_long_chat_loads_its_end_first_and_is_not_rendered_again_while_a_reply
     page.locator("#older").click()
     expect(page.locator("#chat .user").first).to_contain_text("Turn 20.")
 
-    limit_replies(page, 120)
+    limit_replies(page, 2000)
     send(page, "Now write a very long story about a lighthouse.")
     wait_for_streaming(page, 1)
     # While the reply grows, what has been rendered is not rendered again: that would cost every key a pause.
@@ -331,7 +331,7 @@ def test_the_panel_tells_ones_other_chats_from_strangers(server, profile):
     ask(page, story)
     page.locator("#new-chat").click()
     expect(page.locator("#chat .user")).to_have_count(0)
-    limit_replies(page, 400)
+    limit_replies(page, 2000)
     send(page, story)
     wait_for_streaming(page)
     some = re.compile(r" [1-9]\d*$")
