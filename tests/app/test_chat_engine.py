@@ -142,7 +142,7 @@ async def test_a_prompt_beyond_the_pool_is_refused_with_both_numbers_before_it_i
 
 
 def test_a_server_killed_in_mid_reply_leaves_the_message_and_the_partial_reply_marked_as_cut(
-    default_model_path, tmp_path
+    shallow_model_path, tmp_path
 ):
     program = textwrap.dedent(f"""
         import asyncio
@@ -152,7 +152,7 @@ def test_a_server_killed_in_mid_reply_leaves_the_message_and_the_partial_reply_m
         from engine.engine_thread import EngineThread
 
         async def main():
-            engine = EngineThread(EngineConfig(model={str(default_model_path)!r}, num_kvcache_blocks=512))
+            engine = EngineThread(EngineConfig(model={str(shallow_model_path)!r}, num_kvcache_blocks=512))
             engine.start()
             await asyncio.to_thread(engine.wait_until_settled)
             store = Store({str(tmp_path)!r})

@@ -261,7 +261,7 @@ def test_products_of_few_rows(product: tuple[int, int, bool, bool], rows: int, c
         assert rows < 64 or "wgmma" in ptx
 
 
-@pytest.mark.parametrize("rows", [3, 64, 256])
+@pytest.mark.parametrize("rows", [later(3), later(64), 256])
 def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled: list[Any], tmp_path: Path) -> None:
     hidden, wide = torch.zeros(rows, 1024, dtype=BF16), torch.zeros(rows, 3072, dtype=BF16)
     added = FewRows(torch.zeros(1024, 3072, dtype=BF16), None, gated=False).add(wide, Norm(hidden[0], 1e-6, hidden))
@@ -273,7 +273,7 @@ def test_products_that_begin_and_end_norms_fit_the_registers(rows: int, compiled
         assert " 0 bytes spill stores" in assembler_report(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("dim", [later(128), 256])
+@pytest.mark.parametrize("dim", [128, later(256)])
 def test_attention_fits_the_shared_memory_of_smaller_cards(
     dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
