@@ -156,6 +156,8 @@ def test_the_port_is_open_within_five_seconds_and_the_model_loads_behind_it(tmp_
         ("port open", signal.SIGINT),
         ("loading", signal.SIGTERM),
         ("loading", signal.SIGINT),
+        pytest.param("at once", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("port open", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_before_the_model_is_ready_ends_it_cleanly(

@@ -60,8 +60,11 @@ async def test_no_event_makes_gradio_copy_a_file_into_reach(port: Port, tmp_path
         assert (await port.http.get(f"/gradio_api/{prefix}{secret}")).status_code == 403
 
 
-async def test_an_event_of_wrong_values_leaves_no_traceback(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every listener is sent every value, each in one of the places where a program can put it."""
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)])
+async def test_an_event_of_wrong_values_leaves_no_traceback(
+    port: Port, everywhere: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every listener is sent every value, each in one or all of the places where a program can put it."""
     events: list[tuple[Any, ...]] = []
     for i, listener in enumerate(port.listeners):
         count = len(listener["inputs"])
@@ -74,7 +77,8 @@ async def test_an_event_of_wrong_values_leaves_no_traceback(port: Port, capfd: p
             ]
             if count > len(FORM):
                 places.append(([USER, *[value] * (count - 1 - len(FORM)), *FORM], {"id": value}))
-            events.append((listener["id"], *places[(i + k) % len(places)]))
+            chosen = places if everywhere else [places[(i + k) % len(places)]]
+            events += [(listener["id"], *place) for place in chosen]
     await port.events(events)
     log = capfd.readouterr().err
     assert "Traceback" not in log and all(len(line) < 200 for line in log.splitlines()), log[-3000:]

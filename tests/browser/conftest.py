@@ -38,7 +38,8 @@ def server(server_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def own_server(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that a test may end and start again, with the whole of the default model."""
-    server = Server(tmp_path_factory.mktemp("own"), "--model", str(default_model_path)).start()
+    server = Server(tmp_path_factory.mktemp("own"), "--model", str(default_model_path), "--num-kvcache-blocks", "1024")
+    server.start()
     yield server
     server.end()
 

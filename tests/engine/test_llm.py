@@ -15,6 +15,7 @@ from engine import LLM, BeamSearchParams, RequestOutput, RequestPriority, Sampli
 from engine.llm_engine import LLMEngine
 from engine.stats import EngineStats, min_prefill_sample
 from history_model import history_engine, next_token
+from processes import resident_bytes
 
 
 def tokens(count: int, **params: Any) -> SamplingParams:
@@ -164,6 +165,15 @@ def test_a_context_above_the_models_own_is_refused_with_both_numbers(tiny_llama:
 
 
 # -- a folder without a tokenizer -------------------------------------------------------------------------
+
+
+def test_a_cpus_pool_takes_memory_only_where_it_is_written(tiny_llama: Path) -> None:
+    before = resident_bytes()
+    llm = LLM(tiny_llama, device="cpu", dtype="float32", num_kvcache_blocks=40_000)
+    pool = llm.engine.runner.kv_cache  # type: ignore[attr-defined]
+    assert resident_bytes() - before < pool.nbytes / 4
+    assert not pool[:, :, 100::997].any() and pool.nbytes > 400 * 2**20
+    llm.exit()
 
 
 def test_a_folder_without_a_tokenizer_serves_ids(tiny: LLM) -> None:

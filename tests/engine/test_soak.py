@@ -16,7 +16,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,6 +28,7 @@ from engine.request_stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.scheduler import StepPlan
 from history_model import EOS, HistoryRunner, expected_output, history_engine
+from processes import resident_bytes
 
 BLOCKS, BLOCK_SIZE, MAX_LEN = 48, 4, 64
 # A request ends with about 7 blocks, and a client always has one: a third of these fill the pool.
@@ -146,15 +146,15 @@ class Soak:
         self.drains += 1
 
 
-def resident_bytes() -> int:
+def resident_after_collection() -> int:
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()
 
 
 async def test_hundreds_of_requests_for_twice_what_the_pool_holds_lose_and_double_nothing(engine: EngineThread) -> None:
     soak = Soak(engine, seed=1)
     await soak.run(SHORT_SECONDS)
-    before = resident_bytes()
+    before = resident_after_collection()
     inner = engine._engine
     assert inner is not None
     end = time.monotonic() + 60  # on a machine that is busy otherwise
@@ -166,7 +166,7 @@ async def test_hundreds_of_requests_for_twice_what_the_pool_holds_lose_and_doubl
     assert statistics.mean(soak.wanted) >= 2 * BLOCKS and inner.stats.num_preemptions > 20, "the pool was not short"
     assert inner.stats.cached_tokens > 1000, "nothing was ever reused"
     # A leak of an object a request would show: hundreds of requests have passed.
-    assert resident_bytes() - before < 16 * 2**20
+    assert resident_after_collection() - before < 16 * 2**20
 
 
 @pytest.mark.long
@@ -176,11 +176,11 @@ async def test_memory_does_not_grow_over_half_an_hour_of_twice_what_the_pool_hol
     minutes = LONG_MINUTES
     warm_up = min(WARM_UP_SECONDS, minutes * 60 / 4)
     await soak.run(warm_up)
-    samples = [(time.monotonic(), resident_bytes())]
+    samples = [(time.monotonic(), resident_after_collection())]
     end = time.monotonic() + minutes * 60 - warm_up
     while time.monotonic() < end:
         await soak.run(15)
-        samples.append((time.monotonic(), resident_bytes()))
+        samples.append((time.monotonic(), resident_after_collection()))
     growth = _growth_per_ten_minutes(samples)
     inner = engine._engine
     assert inner is not None

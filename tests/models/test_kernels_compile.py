@@ -124,9 +124,9 @@ def test_paged_prefill(dim: int, compiled: list[Any]) -> None:
     assert all(kernel.metadata.launch_pdl for kernel in compiled)  # of few tokens
 
 
+@pytest.mark.parametrize("dim", [later(64), 128])  # own_keys.pays() takes 128
 @pytest.mark.parametrize("processors", [1, 132], ids=["whole", "split"])
-def test_paged_prefill_with_a_chunk_s_own_keys(processors: int, compiled: list[Any], tmp_path: Path) -> None:
-    dim = 128  # the one that own_keys.pays() takes
+def test_paged_prefill_with_a_chunk_s_own_keys(dim: int, processors: int, compiled: list[Any], tmp_path: Path) -> None:
     _, *rest = pages(dim)
     qkv = torch.zeros(64, 8 * dim, dtype=BF16)
     q, own = qkv.view(64, 8, dim)[:, :4], OwnKeys.of(qkv, 4, 2)

@@ -1,4 +1,4 @@
-"""Which processes a process has started, and whether they are gone; read from /proc."""
+"""Which processes a process has started, whether they are gone, and what memory it has; read from /proc."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def left_in_shared_memory(before: set[str], seconds: float = 60) -> set[str]:
         time.sleep(0.1)
         left &= shared_memory()
     return left
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use, as the system sees it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _lives(pid: int) -> bool:
