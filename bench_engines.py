@@ -87,7 +87,7 @@ class PageTurn(Engine):
             self.llm = LLM(setup.model, **options)
             self.dtype = str(self.llm.engine.device.dtype).removeprefix("torch.")
             model = getattr(self.llm.engine.runner, "model", None)
-            if model is not None and any(getattr(layer, "int4", None) for layer in model.modules()):
+            if model is not None and (model.decoder or any(getattr(layer, "int4", None) for layer in model.modules())):
                 self.dtype += ", decodes int4"  # of a file that holds 4-bit weights
 
     def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> None:

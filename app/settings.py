@@ -185,7 +185,9 @@ class Settings:
     kv_cache_dtype: str = _setting("auto", "Type of the KV cache, where it differs.", choices=KV_CACHE_DTYPES)
     quantization: str = _setting("auto", "Quantization of the weights.", choices=QUANTIZATIONS)
     attention_backend: str = _setting("auto", "Attention implementation.", choices=ATTENTION_BACKENDS)
-    enforce_eager: bool = _setting(False, "Run every step eagerly, without CUDA graphs.", parse=_boolean)
+    enforce_eager: bool = _setting(
+        False, "Every step by PyTorch: no CUDA graphs, no decoder in C on a CPU.", parse=_boolean
+    )
     abandon_after: float | None = _setting(
         None,
         "End a reply that nobody has watched for this long.",

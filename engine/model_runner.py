@@ -103,7 +103,11 @@ class ModelRunner:
             progress=progress,
             tp_rank=tp_rank,
             tp_size=tp_size,
+            native=not enforce_eager,
         )
+        if device.device.type == "cpu":
+            why = self.model.why_no_decoder
+            logger.info("decodes: %s", f"by PyTorch ({why})" if why else "in C, compiled for this CPU")
         if tp_size > 1:
             how = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
             logger.info("sums over ranks: %s", how)

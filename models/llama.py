@@ -19,6 +19,7 @@ from models.layers.rotary import RotaryEmbedding, rotate
 
 if TYPE_CHECKING:
     from models.layers.layernorm import Hidden
+    from models.native.decoder import Decoder
 
 
 class LlamaAttention(nn.Module):
@@ -160,16 +161,22 @@ class LlamaForCausalLM(nn.Module):
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, tp_rank, tp_size)
         self.gather_vocab = GatherVocab(config.vocab_size, tp_rank, tp_size)
+        self.decoder: Decoder | None = None  # runs steps of few decodes, where the loader found that it can
+        self.why_no_decoder: str | None = "not loaded"
         # Counted now: packing moves weights out of the parameters.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [R, hidden] of the rows batch.logits_indices, after the final norm."""
+        if self.decoder is not None and self.decoder.takes(batch):
+            return self.decoder(batch)
         return self.model(batch)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others. out: where they are to
         stand, on rank 0, of lm_head.out_dtype."""
+        if self.decoder is not None and hidden.shape[0] <= self.decoder.max_rows:
+            return self.decoder.logits(hidden)
         if self.gather_vocab.tp_size == 1:
             return self.lm_head(hidden, out)
         shard = hidden.new_empty(hidden.shape[0], self.lm_head.rows, dtype=self.lm_head.out_dtype)

@@ -18,6 +18,7 @@ from models.gguf import GGUFFile
 from models.int4 import Int4Matrix
 from models.layers.attention import get_backend
 from models.layers.linear import Linear, Weight
+from models.native import decoder
 from models.registry import get_model_class
 from models.stored import StoredTensor
 from models.tokenizer import read_json
@@ -43,10 +44,12 @@ def load_model(
     progress: Progress | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
+    native: bool = False,
 ) -> nn.Module:
     """The model with its weights, on `device` in `dtype`, ready for inference.
 
-    Of tp_size ranks this one's shard is loaded; from safetensors no more than that is read.
+    Of tp_size ranks this one's shard is loaded; from safetensors no more than that is read. native: decodes go through
+    models/native where they can; model.why_no_decoder says why where not.
     progress(stage, percent) is called as weights arrive. Raises WeightsError naming the weights that are
     missing, left over or misshapen, ValueError for what is not supported, OSError where files cannot be read.
     """
@@ -63,9 +66,12 @@ def load_model(
             for parameter in model.parameters():
                 # It knows the parameter: in a cycle weights outlive their model until the collector finds them.
                 del parameter.weight_loader  # type: ignore[attr-defined]
+        model.why_no_decoder = decoder.why_not(model) if native else "not asked for"
         for module in model.modules():
             if isinstance(module, Linear):
-                module.pack_weight()
+                module.pack_weight(native=model.why_no_decoder is None)
+        if model.why_no_decoder is None:
+            model.decoder = decoder.Decoder(model)
     return model.eval()
 
 

@@ -31,6 +31,7 @@ from models.layers.packed import (
     packed_linear,
     packed_silu_mul,
 )
+from models.native import layout
 from models.stored import StoredTensor
 
 if TYPE_CHECKING:  # its import needs triton
@@ -79,6 +80,7 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
+    native: layout.NativeInt4 | None = None  # for models/native, where that decodes
     few_rows: FewRows | None = None  # kernels for products of few rows, where there are any
     is_gated: bool = False
 
@@ -108,16 +110,26 @@ class Linear(nn.Module):
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
         """Fill the parameter's rows from `first` on."""
-        if isinstance(share, Int4Matrix) and can_pack_int4(parameter):
+        if isinstance(share, Int4Matrix) and parameter.device.type == "cpu":
             self._int4_rows.append((first, share))
         parameter.data.narrow(0, first, share.shape[0]).copy_(dense(share))
 
-    def pack_weight(self) -> None:
-        """Once loaded: moves the weight into the layouts that are fastest here, where there are any."""
+    def takes_native(self) -> bool:
+        """Before pack_weight: whether a 4-bit weight has come, whole and of a shape for models/native."""
+        rows, columns = self.weight.shape
+        return sum(part.shape[0] for _, part in self._int4_rows) == rows and layout.takes(rows, columns)
+
+    def pack_weight(self, native: bool = False) -> None:
+        """Once loaded: moves the weight into the layouts that are fastest here, where there are any. native: few rows
+        are multiplied by models/native."""
         loaded = [rows for _, rows in sorted(self._int4_rows, key=lambda item: item[0])]
         self._int4_rows = []
         if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
-            self.int4 = pack_int4(Int4Matrix.stack(loaded))
+            matrix = Int4Matrix.stack(loaded)
+            if native:
+                self.native = layout.NativeInt4.of(matrix)
+            elif can_pack_int4(self.weight):
+                self.int4 = pack_int4(matrix)
         kernel = kernels.load("few_rows", self.weight.device) if self.weight.dtype != torch.float32 else None
         if kernel is not None:
             self.few_rows = kernel.FewRows(self.weight, self.bias, gated=self.is_gated)

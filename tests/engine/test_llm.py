@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -458,9 +459,12 @@ def test_where_steps_may_only_be_short_those_tell_how_fast_prompts_are(tiny_llam
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(tiny_qwen3: Path, dtype: str) -> None:
+@pytest.mark.parametrize("model", ["tiny_qwen3", "shallow_model_path"])
+def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(
+    model: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
     """It does not look at them while another engine serves, see engine/heap.py."""
-    llm = LLM(tiny_qwen3, device="cpu", dtype=dtype, num_kvcache_blocks=16)
+    llm = LLM(request.getfixturevalue(model), device="cpu", dtype=dtype, num_kvcache_blocks=16)
     llm.generate([[3, 4, 5]], tokens(4), use_tqdm=False)
     runner: Any = llm.engine.runner
     held = [weakref.ref(tensor) for tensor in (runner.kv_cache, *runner.model.parameters())]
@@ -471,6 +475,21 @@ def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(tiny_qwen3
         assert not [tensor() for tensor in held if tensor() is not None]
     finally:
         gc.enable()
+
+
+def test_the_log_says_how_a_cpu_decodes(
+    shallow_model_path: Path, tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ways = []
+    for model, more in ((shallow_model_path, {}), (shallow_model_path, {"enforce_eager": True}), (tiny_llama, {})):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "pageturn.engine"):
+            LLM(model, device="cpu", num_kvcache_blocks=16, **more).exit()
+        ways += [record.message for record in caplog.records if record.message.startswith("decodes: ")]
+    in_c, eager, dense = ways
+    assert in_c == "decodes: in C, compiled for this CPU" or "no C compiler" in in_c
+    assert eager == "decodes: by PyTorch (not asked for)"
+    assert dense.startswith("decodes: by PyTorch (") and dense != eager
 
 
 def test_a_reply_whose_text_cannot_be_made_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

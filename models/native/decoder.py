@@ -1,0 +1,142 @@
+"""Decode steps of a model with 4-bit weights by decode.c: what it takes, what it is given, what comes back."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.batch import ForwardBatch
+from models.int4 import GROUP
+from models.native import library
+from models.native.layout import SPAN
+
+if TYPE_CHECKING:
+    from models.layers.linear import Linear
+    from models.llama import LlamaForCausalLM
+
+# Rows up to which a step is faster here than by PyTorch. Products in bfloat16 may have a matrix unit there (AMX).
+MAX_ROWS = {torch.bfloat16: 16, torch.float32: 64}
+
+
+class _Matrix(Structure):
+    _fields_ = (("rows", c_int64), ("columns", c_int64), ("q", c_void_p), ("scale", c_void_p))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "dim", "inner")),
+        ("eps", c_float), ("scale", c_float), ("layers", POINTER(_Layer)), ("final_norm", c_void_p),
+        ("vocab", c_int64), ("head", c_void_p),
+    )  # fmt: skip
+
+
+class _Step(Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        *((name, c_void_p) for name in ("x", "hidden", "cos", "sin", "k_cache", "v_cache")),
+        ("layer_stride", c_int64), ("block_size", c_int64), ("slots", c_void_p), ("tables", c_void_p),
+        ("table_stride", c_int64), ("context_lens", c_void_p), ("logits", c_void_p),
+    )  # fmt: skip
+
+
+def why_not(model: LlamaForCausalLM) -> str | None:
+    """What keeps a model, loaded but not yet packed, from being decoded by decode.c; None where nothing does."""
+    config, weight = model.config, model.lm_head.weight
+    if weight.device.type != "cpu" or model.gather_vocab.tp_size > 1:
+        return "it is for one process on a CPU"
+    if weight.dtype not in MAX_ROWS:
+        return f"it computes in bfloat16 and float32, not in {str(weight.dtype).removeprefix('torch.')}"
+    if config.head_dim % GROUP or config.hidden_size % SPAN:
+        return f"{config.hidden_size} elements in heads of {config.head_dim} are not multiples of {SPAN} and {GROUP}"
+    for layer in model.model.layers:
+        if any(linear.bias is not None or not linear.takes_native() for linear in _linears(layer)):
+            return "it takes 4-bit weights without a bias, and not all of this model's are"
+    try:
+        library.load(weight.dtype == torch.bfloat16)
+    except library.Unavailable as error:
+        return str(error)
+    return None
+
+
+class Decoder:
+    """Runs the decodes of a loaded model for which why_not() found nothing."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        config, self._dtype = model.config, model.lm_head.weight.dtype
+        self.max_rows = MAX_ROWS[self._dtype]
+        self._embed, self._rotary = model.model.embed_tokens, model.model.rotary
+        layers: Any = model.model.layers
+        self._first, self._last, self._count = layers[0].self_attn.attn, layers[-1].self_attn.attn, len(layers)
+        self._vocab = model.lm_head.weight.shape[0]
+        self._kept: list[Any] = [model.lm_head.weight.data]  # what the structs point to
+        structs = (_Layer * self._count)(*map(self._layer, layers))
+        self._model = _Model(
+            self._count, config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            config.intermediate_size, config.rms_norm_eps, self._first.scale, structs,
+            self._pointer(model.model.norm.weight), self._vocab, model.lm_head.weight.data_ptr(),
+        )  # fmt: skip
+        loaded = library.load(self._dtype == torch.bfloat16)
+        self._layers, self._logits = loaded.decode_layers, loaded.decode_logits
+        self._layers.argtypes = self._logits.argtypes = (c_void_p, c_void_p, c_int)
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether it runs this step: decodes alone, and few of them."""
+        return batch.num_decodes == batch.input_ids.shape[0] <= self.max_rows
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """The step's hidden states [T, hidden] after the final norm; their keys and values are in the cache then."""
+        k_cache, v_cache = self._first.k_cache, self._first.v_cache
+        x = self._embed(batch.input_ids).float()
+        hidden = torch.empty(x.shape, dtype=self._dtype)
+        cos, sin = (angles.float() for angles in self._rotary(batch))
+        lens = torch.tensor(batch.context_lens, dtype=torch.int32)
+        stride = (self._last.k_cache.data_ptr() - k_cache.data_ptr()) // k_cache.element_size()
+        step = _Step(
+            x.shape[0], x.data_ptr(), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), k_cache.data_ptr(),
+            v_cache.data_ptr(), stride // max(1, self._count - 1), batch.block_size, batch.slot_mapping.data_ptr(),
+            batch.block_tables.data_ptr(), batch.block_tables.stride(0), lens.data_ptr(), None,
+        )  # fmt: skip
+        self._run(self._layers, step)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] of the model's type -> float32 [R, vocab], R at most max_rows."""
+        hidden = hidden.contiguous()
+        logits = torch.empty(hidden.shape[0], self._vocab)
+        step = _Step(rows=hidden.shape[0], hidden=hidden.data_ptr(), logits=logits.data_ptr())
+        self._run(self._logits, step)
+        return logits
+
+    def _run(self, call: Any, step: _Step) -> None:
+        if call(byref(self._model), byref(step), torch.get_num_threads()):
+            raise MemoryError(f"a decode step of {step.rows} sequences")
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention = layer.self_attn
+        norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight, *(attention.norms or ())[:2]]
+        return _Layer(*map(self._matrix, _linears(layer)), *map(self._pointer, norms))
+
+    def _matrix(self, linear: Linear) -> _Matrix:
+        assert linear.native is not None
+        self._kept.append(linear.native)
+        q, scale = linear.native.q, linear.native.scale
+        return _Matrix(q.shape[0], q.shape[1] * SPAN, q.data_ptr(), scale.data_ptr())
+
+    def _pointer(self, weight: Tensor) -> int:
+        self._kept.append(weight.data.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _linears(layer: Any) -> tuple[Linear, Linear, Linear, Linear]:
+    """In the order of decode.c's struct."""
+    return layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj

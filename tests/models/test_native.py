@@ -1,0 +1,263 @@
+"""Decodes in C against transformers in fp32, on tiny models whose weights are rounded to 4 bits on both sides."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models import loader
+from models.int4 import GROUP, Int4Matrix
+from models.loader import load_model, read_config
+from models.native import library
+from tests.models.paged import PagedRunner
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+GENERIC = {"x86_64": ("-march=x86-64-v3", "-march=x86-64"), "aarch64": ("-march=armv8-a",)}
+
+
+def in_4_bits(weight: torch.Tensor) -> Int4Matrix:
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.min(-1).values, groups.max(-1).values
+    scale = (high - low) / 15
+    q = ((groups - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round().clamp(0, 15).to(torch.uint8)
+    return Int4Matrix(q.flatten(1), scale, low)
+
+
+class Pair:
+    """transformers' model of a folder with its layers' weights rounded to 4 bits, and ours of the same."""
+
+    def __init__(self, folder: Path, dense: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.weights: dict[str, Any] = {}
+        for name, weight in self.theirs.state_dict().items():
+            packed = name.endswith("proj.weight") and not any(part in name for part in dense)
+            self.weights[name] = in_4_bits(weight) if packed else weight.clone()
+            if packed:
+                weight.copy_(self.weights[name].dequantize())
+        if self.theirs.config.tie_word_embeddings:
+            del self.weights["lm_head.weight"]
+
+    def ours(self, dtype: torch.dtype = torch.float32, native: bool = True) -> Any:
+        weights = [(name, lambda weight=weight: weight, 1.0) for name, weight in self.weights.items()]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loader, "_folder_weights", lambda folder, in_part: iter(weights))
+            return load_model(self.folder, read_config(self.folder), dtype=dtype, native=native)
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """transformers', after each of the ids."""
+        with torch.inference_mode():
+            return self.theirs(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    try:
+        library.load(False)
+    except library.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request: pytest.FixtureRequest, make_tiny_model: Callable[..., Path]) -> Pair:
+    return Pair(make_tiny_model(request.param, seed=3, **SHAPE))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Both float32 of the same computation in another order."""
+    error = (got - expected).abs().max() / expected.abs().max()
+    assert error < 5e-5, error
+
+
+def sequences(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(512) for _ in range(rng.randrange(2, 90))] for _ in range(count)]
+
+
+def decoded(model: Any, prompts: list[list[int]], **pool: Any) -> tuple[list[torch.Tensor], PagedRunner]:
+    """Each prompt's logits after its last id, which all decode together, and the pool that they have filled."""
+    pages = PagedRunner(model, dtype=model.lm_head.weight.dtype, **({"scatter": True} | pool))
+    blocks = [pages.reserve(len(prompt)) for prompt in prompts]
+    for prompt, taken in zip(prompts, blocks, strict=True):
+        pages.step([(prompt[:-1], 0, taken)])
+    steps = [(prompt[-1:], len(prompt) - 1, taken) for prompt, taken in zip(prompts, blocks, strict=True)]
+    return [logits[-1] for logits in pages.step(steps)], pages
+
+
+class Counted:
+    """How many steps and logits a decoder has made."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[int] = []
+        run = model.decoder._run
+        monkeypatch.setattr(model.decoder, "_run", lambda call, step: (self.steps.append(step.rows), run(call, step)))
+
+
+@pytest.mark.parametrize("size", [1, 16, 24])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 13, 40])
+def test_decodes_have_the_logits_of_transformers(
+    pair: Pair, rows: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair.ours()
+    counted = Counted(model, monkeypatch)
+    prompts = sequences(rows, seed=rows)
+    got, _ = decoded(model, prompts, block_size=size, num_blocks=90 * rows)
+    assert rows in counted.steps
+    for logits, prompt in zip(got, prompts, strict=True):
+        close(logits, pair.logits(prompt)[-1])
+
+
+def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
+    """So the keys and values that decodes have written are right, too."""
+    prompts = sequences(5, seed=1)
+    got = PagedRunner(pair.ours(), scatter=True).greedy(prompts, 40)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        logits = pair.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert (logits.max(1).values - chosen < 1e-4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_beside_others(pair: Pair, dtype: torch.dtype) -> None:
+    model, prompts = pair.ours(dtype), sequences(13, seed=2)
+    together, _ = decoded(model, prompts)
+    for logits, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(logits, decoded(model, [prompt], seed=5)[0][0])
+
+
+def test_bfloat16_is_as_near_to_transformers_as_pytorch_s_own_products(pair: Pair) -> None:
+    prompts = sequences(12, seed=3)
+    errors = []
+    for native in (True, False):
+        got, _ = decoded(pair.ours(torch.bfloat16, native), prompts)
+        distance = [(a - pair.logits(p)[-1]).square().mean() for a, p in zip(got, prompts, strict=True)]
+        errors.append(torch.stack(distance).mean().sqrt().item())
+    assert errors[0] < 1.2 * errors[1], errors
+
+
+def test_what_is_not_finite_stays_with_its_row(pair: Pair) -> None:
+    model, prompts = pair.ours(), sequences(5, seed=4)
+    clean, _ = decoded(model, prompts)
+    pages = PagedRunner(model)
+    blocks = [pages.reserve(len(prompt)) for prompt in prompts]
+    for prompt, taken in zip(prompts, blocks, strict=True):
+        pages.step([(prompt[:-1], 0, taken)])
+    pages.kv[1, 0, blocks[2]] = float("nan")
+    steps = [(prompt[-1:], len(prompt) - 1, taken) for prompt, taken in zip(prompts, blocks, strict=True)]
+    for i, (logits, expected) in enumerate(zip(pages.step(steps), clean, strict=True)):
+        assert torch.equal(logits[-1], expected) if i != 2 else logits.isnan().all()
+
+
+def test_prompts_and_steps_of_many_go_to_pytorch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair.ours()
+    counted = Counted(model, monkeypatch)
+    monkeypatch.setattr(model.decoder, "max_rows", 3)
+    prompts = sequences(4, seed=6)
+    got, _ = decoded(model, prompts)
+    assert all(rows <= 3 for rows in counted.steps)
+    for logits, prompt in zip(got, prompts, strict=True):
+        close(logits, pair.logits(prompt)[-1])
+
+
+@pytest.mark.parametrize("shape", [{"num_key_value_heads": 4}, {"num_attention_heads": 8, "num_key_value_heads": 1}])
+def test_any_number_of_heads_may_share_keys(shape: dict, make_tiny_model: Callable[..., Path]) -> None:
+    pair, prompts = Pair(make_tiny_model("llama", seed=7, **SHAPE, **shape)), sequences(3, seed=7)
+    for logits, prompt in zip(decoded(pair.ours(), prompts)[0], prompts, strict=True):
+        close(logits, pair.logits(prompt)[-1])
+
+
+@pytest.mark.parametrize("flag", GENERIC.get(platform.machine(), ()))
+def test_cpus_with_shorter_vectors(flag: str, pair: Pair, fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = tuple(flag if f == "-march=native" else f for f in library._FLAGS)
+    monkeypatch.setattr(library, "_FLAGS", flags)
+    if flag == "-march=x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    prompts = sequences(9, seed=8)
+    for logits, prompt in zip(decoded(pair.ours(), prompts)[0], prompts, strict=True):
+        close(logits, pair.logits(prompt)[-1])
+    for logits, prompt in zip(decoded(pair.ours(torch.bfloat16), prompts)[0], prompts, strict=True):
+        torch.testing.assert_close(logits, pair.logits(prompt)[-1], rtol=0.05, atol=1.0)
+
+
+# ----------------------------------------------------------------------------------- where it cannot be
+
+
+@pytest.fixture
+def fresh_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing is loaded or compiled yet; the folder where it will be."""
+    monkeypatch.setenv("PAGETURN_HOME", str(tmp_path / "home"))
+    library.load.cache_clear()
+    yield tmp_path / "home" / "native"
+    library.load.cache_clear()
+
+
+def test_it_is_compiled_once_and_kept(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load(False)
+    (kept,) = fresh_library.iterdir()
+    library.load.cache_clear()
+    ran: list[Any] = []
+    monkeypatch.setattr(library.subprocess, "run", lambda *args, **more: ran.append(args))
+    library.load(False)
+    assert not ran and list(fresh_library.iterdir()) == [kept]
+
+
+def test_it_need_not_be_kept(fresh_library: Path) -> None:
+    fresh_library.parent.write_text("a file, where the folder would be")
+    assert library.load(False).decode_layers is not None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "why"),
+    [(None, "no C compiler: none of"), ("/no/such/cc", "/no/such/cc cannot be used"), ("false", "false fails")],
+)
+def test_without_a_compiler_pytorch_decodes_and_the_reason_is_kept(
+    compiler: str | None, why: str, pair: Pair, fresh_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    model = pair.ours()
+    assert model.decoder is None and model.why_no_decoder.startswith(why)
+    prompt = sequences(1)[0]
+    close(decoded(model, [prompt])[0][0], pair.logits(prompt)[-1])
+    assert not fresh_library.exists() or not any(fresh_library.iterdir())
+
+
+def test_a_compiler_s_first_word_is_the_reason(fresh_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken = tmp_path / "decode.c"
+    broken.write_text("this is no C\n")
+    monkeypatch.setattr(library, "_SOURCE", broken)
+    with pytest.raises(library.Unavailable, match=r"fails with code 1: .*decode.c:1:1: error"):
+        library.load(True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense", "dtype", "why"),
+    [
+        (SHAPE, ("layers.1.mlp.down_proj",), torch.float32, "not all of this model's are"),
+        (SHAPE | {"attention_bias": True}, (), torch.float32, "without a bias"),
+        (SHAPE | {"head_dim": 16}, (), torch.float32, "heads of 16"),
+        (SHAPE | {"intermediate_size": 96}, (), torch.float32, "not all of this model's are"),
+        (SHAPE, (), torch.float16, "not in float16"),
+    ],
+)
+def test_what_it_does_not_take_is_left_to_pytorch_with_the_reason(
+    shape: dict, dense: tuple[str, ...], dtype: torch.dtype, why: str, make_tiny_model: Callable[..., Path]
+) -> None:
+    model = Pair(make_tiny_model("llama", **shape), dense).ours(dtype)
+    assert model.decoder is None and why in model.why_no_decoder
+
+
+def test_memory_that_is_short_is_an_error_of_the_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair.ours()
+    monkeypatch.setattr(model.decoder, "_layers", lambda *args: -1)
+    with pytest.raises(MemoryError, match="a decode step of 1 sequences"):
+        decoded(model, sequences(1))
