@@ -186,7 +186,7 @@ class Settings:
     quantization: str = _setting("auto", "Quantization of the weights.", choices=QUANTIZATIONS)
     attention_backend: str = _setting("auto", "Attention implementation.", choices=ATTENTION_BACKENDS)
     enforce_eager: bool = _setting(
-        False, "Every step by PyTorch: no CUDA graphs, no decoder in C on a CPU.", parse=_boolean
+        False, "Launch steps kernel by kernel: no CUDA graphs; on a CPU no C.", parse=_boolean
     )
     abandon_after: float | None = _setting(
         None,

@@ -38,7 +38,7 @@ class EngineConfig:
     num_kvcache_blocks      blocks of the pool; -1: from memory (on a CPU the smaller of 2 GiB and a quarter
                             of the memory free to this process). A pool below max_model_len is legal.
     gpu_memory_utilization  share of the card's memory the engine may use, (0, 1]
-    enforce_eager           True: no CUDA graphs, every step is launched kernel by kernel; on a CPU no decoder in C
+    enforce_eager           True: no CUDA graphs, every step is launched kernel by kernel; on a CPU no C
     enable_prefix_caching   False: every prompt is computed anew (for benchmarks)
     seed                    base of the seeds given to requests that bring none; None: from the system
     """

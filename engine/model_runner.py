@@ -106,8 +106,8 @@ class ModelRunner:
             native=not enforce_eager,
         )
         if device.device.type == "cpu":
-            why = self.model.why_no_decoder
-            logger.info("decodes: %s", f"by PyTorch ({why})" if why else "in C, compiled for this CPU")
+            why = "enforce_eager is set" if enforce_eager else self.model.why_no_decoder
+            logger.info("steps of few tokens: %s", f"by PyTorch ({why})" if why else "in C, compiled for this CPU")
         if tp_size > 1:
             how = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
             logger.info("sums over ranks: %s", how)

@@ -161,7 +161,7 @@ class LlamaForCausalLM(nn.Module):
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, dtype, device, tied, tp_rank, tp_size)
         self.gather_vocab = GatherVocab(config.vocab_size, tp_rank, tp_size)
-        self.decoder: Decoder | None = None  # runs steps of few decodes, where the loader found that it can
+        self.decoder: Decoder | None = None  # runs steps of few tokens, where the loader found that it can
         self.why_no_decoder: str | None = "not loaded"
         # Counted now: packing moves weights out of the parameters.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
@@ -175,7 +175,7 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor | None:
         """Hidden states [R, hidden] -> float32 logits [R, vocab] on rank 0, None on the others. out: where they are to
         stand, on rank 0, of lm_head.out_dtype."""
-        if self.decoder is not None and hidden.shape[0] <= self.decoder.max_rows:
+        if self.decoder is not None and out is None and hidden.shape[0] <= self.decoder.max_rows:
             return self.decoder.logits(hidden)
         if self.gather_vocab.tp_size == 1:
             return self.lm_head(hidden, out)

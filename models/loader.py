@@ -48,8 +48,8 @@ def load_model(
 ) -> nn.Module:
     """The model with its weights, on `device` in `dtype`, ready for inference.
 
-    Of tp_size ranks this one's shard is loaded; from safetensors no more than that is read. native: decodes go through
-    models/native where they can; model.why_no_decoder says why where not.
+    Of tp_size ranks this one's shard is loaded; from safetensors no more than that is read. native: steps of few
+    tokens go through models/native where they can; model.why_no_decoder says why where not.
     progress(stage, percent) is called as weights arrive. Raises WeightsError naming the weights that are
     missing, left over or misshapen, ValueError for what is not supported, OSError where files cannot be read.
     """
@@ -58,6 +58,10 @@ def load_model(
     model = get_model_class(config.architecture)(
         config, get_backend(attention_backend), dtype=kind, device=device, tp_rank=tp_rank, tp_size=tp_size
     )
+    why_no_decoder = decoder.why_not(config, kind, device, tp_size) if native else "not asked for"
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    for linear in linears:
+        linear.keeps_int4 = why_no_decoder is None
     weights = _gguf_weights(path, config) if is_gguf(path) else _folder_weights(path, in_part=tp_size > 1)
     with torch.inference_mode():
         try:
@@ -66,11 +70,11 @@ def load_model(
             for parameter in model.parameters():
                 # It knows the parameter: in a cycle weights outlive their model until the collector finds them.
                 del parameter.weight_loader  # type: ignore[attr-defined]
-        model.why_no_decoder = decoder.why_not(model) if native else "not asked for"
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.pack_weight(native=model.why_no_decoder is None)
-        if model.why_no_decoder is None:
+        why_no_decoder = why_no_decoder or decoder.why_not_loaded(model)
+        for linear in linears:
+            linear.pack_weight(native=why_no_decoder is None)
+        model.why_no_decoder = why_no_decoder
+        if why_no_decoder is None:
             model.decoder = decoder.Decoder(model)
     return model.eval()
 

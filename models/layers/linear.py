@@ -81,6 +81,7 @@ class Linear(nn.Module):
     packed: Tensor | None = None
     int4: PackedInt4 | None = None
     native: layout.NativeInt4 | None = None  # for models/native, where that decodes
+    keeps_int4: bool = False  # rows in 4 bits until pack_weight, also where this module has no product for them
     few_rows: FewRows | None = None  # kernels for products of few rows, where there are any
     is_gated: bool = False
 
@@ -110,26 +111,24 @@ class Linear(nn.Module):
 
     def copy_rows(self, share: Tensor | Int4Matrix, parameter: nn.Parameter, first: int = 0) -> None:
         """Fill the parameter's rows from `first` on."""
-        if isinstance(share, Int4Matrix) and parameter.device.type == "cpu":
+        if isinstance(share, Int4Matrix) and (self.keeps_int4 or can_pack_int4(parameter)):
             self._int4_rows.append((first, share))
         parameter.data.narrow(0, first, share.shape[0]).copy_(dense(share))
 
-    def takes_native(self) -> bool:
-        """Before pack_weight: whether a 4-bit weight has come, whole and of a shape for models/native."""
-        rows, columns = self.weight.shape
-        return sum(part.shape[0] for _, part in self._int4_rows) == rows and layout.takes(rows, columns)
+    def is_int4(self) -> bool:
+        """Before pack_weight: whether the weight came in 4 bits, and whole."""
+        return sum(rows.shape[0] for _, rows in self._int4_rows) == self.weight.shape[0]
 
     def pack_weight(self, native: bool = False) -> None:
         """Once loaded: moves the weight into the layouts that are fastest here, where there are any. native: few rows
         are multiplied by models/native."""
-        loaded = [rows for _, rows in sorted(self._int4_rows, key=lambda item: item[0])]
-        self._int4_rows = []
-        if loaded and sum(rows.shape[0] for rows in loaded) == self.weight.shape[0]:
-            matrix = Int4Matrix.stack(loaded)
+        if self.is_int4():
+            matrix = Int4Matrix.stack([rows for _, rows in sorted(self._int4_rows, key=lambda item: item[0])])
             if native:
                 self.native = layout.NativeInt4.of(matrix)
             elif can_pack_int4(self.weight):
                 self.int4 = pack_int4(matrix)
+        self._int4_rows = []
         kernel = kernels.load("few_rows", self.weight.device) if self.weight.dtype != torch.float32 else None
         if kernel is not None:
             self.few_rows = kernel.FewRows(self.weight, self.bias, gated=self.is_gated)

@@ -1,7 +1,7 @@
-/* One decode step of a Llama-like model on a CPU: one token each of a few sequences, through all layers, in one call.
+/* A step of few tokens of a Llama-like model on a CPU, decodes or a prompt's last ones, through all layers in one call.
 
 Such a step is bound by the bytes of the weights and, operator by operator, by the calls: hundreds of them, for each of
-which the threads are called together. Here they are called once, pass through all layers and meet five times in each.
+which the threads are called together. Here they are called once, pass through all layers and meet six times in each.
 Weights are 4-bit groups of 32 with an fp32 scale and offset (models/int4.py). Sums are fp32, and those of a row are
 taken in the same order whatever rows are beside it. decoder.py has the other end of the structs.
 
@@ -61,7 +61,7 @@ typedef struct {
 
 /* What one call works on. */
 typedef struct {
-    int64_t rows;
+    int64_t rows; /* tokens: each has a row of its own, also where several are of one sequence */
     float *x;                    /* [rows, hidden]: embeddings, then what the layers make of them */
     stored *hidden;              /* [rows, hidden]: after the final norm; where logits are asked for, given */
     const float *cos, *sin;      /* [rows, dim], sin negative in its first half */
@@ -71,18 +71,19 @@ typedef struct {
     const int64_t *slots;        /* [rows]: where the new key and value go */
     const int32_t *tables;       /* [rows, table_stride]: block ids */
     int64_t table_stride;
-    const int32_t *context_lens; /* [rows], the new token counted */
+    const int32_t *lengths;      /* [rows]: how many tokens of its sequence a row attends to, itself the last */
     float *logits;               /* [rows, vocab] */
 } Step;
 
-/* What a step needs beside: the same for all threads but the last. */
+/* What a step needs beside. */
 typedef struct {
     const Model *model;
     const Step *step;
+    float *y;                 /* [rows, y_width]: a product, of which each thread has columns of its own */
     float *qkv;               /* [rows, (heads + 2 * kv_heads) * dim] */
     factor *attended, *gated; /* [rows, heads * dim], [rows, inner] */
     int64_t longest;          /* room for the scores of one head */
-    float *own;               /* of each thread `own_room`: products, scores of the heads of one KV head, normed rows */
+    float *own;               /* of each thread `own_room`: scores of the heads of one KV head, then normed rows */
     int64_t own_room;
 } Work;
 
@@ -317,29 +318,36 @@ static inline __attribute__((always_inline)) void mix(const int heads, const Ste
     }
 }
 
-/* Attention of the query heads that share a KV head, of one row. Its new key and value are written to the cache, and
-   read as they are there. */
+/* Writes a row's new key and value of one KV head to the cache. */
+static void store(const Work *w, const Layer *layer, int64_t l, int64_t row, int64_t kv) {
+    const Model *m = w->model;
+    const Step *s = w->step;
+    const int64_t dim = m->dim, at = l * s->layer_stride + (s->slots[row] * m->kv_heads + kv) * dim;
+    const float *k = w->qkv + (row * (m->heads + 2 * m->kv_heads) + m->heads + kv) * dim, *v = k + m->kv_heads * dim;
+    float rotated[dim];
+
+    rotate(k, layer->k_norm, m, s->cos + row * dim, s->sin + row * dim, rotated);
+    for (int64_t i = 0; i < dim; i += 16) {
+        put_stored(s->k_cache + at + i, load(rotated + i));
+        put_stored(s->v_cache + at + i, load(v + i));
+    }
+}
+
+/* Attention of a row's query heads that share a KV head; the row's own key and value are in the cache. */
 static void attend(const Work *w, const Layer *layer, int64_t l, int64_t row, int64_t kv, float *scores) {
     const Model *m = w->model;
     const Step *s = w->step;
-    const int64_t dim = m->dim, heads = m->heads / m->kv_heads, past = s->context_lens[row] - 1, size = s->block_size;
-    const int64_t width = (m->heads + 2 * m->kv_heads) * dim, step = m->kv_heads * dim, room = w->longest;
-    const float *cos = s->cos + row * dim, *sin = s->sin + row * dim, *qkv = w->qkv + row * width;
-    const float *v = qkv + (m->heads + m->kv_heads + kv) * dim;
+    const int64_t dim = m->dim, heads = m->heads / m->kv_heads, past = s->lengths[row] - 1, size = s->block_size;
+    const int64_t step = m->kv_heads * dim, room = w->longest;
+    const float *x = w->qkv + (row * (m->heads + 2 * m->kv_heads) + kv * heads) * dim;
     const int32_t *table = s->tables + row * s->table_stride;
-    stored *k_cache = s->k_cache + l * s->layer_stride + kv * dim;
-    stored *v_cache = s->v_cache + l * s->layer_stride + kv * dim;
-    stored *new_k = k_cache + s->slots[row] * step, *new_v = v_cache + s->slots[row] * step;
+    const stored *k_cache = s->k_cache + l * s->layer_stride + kv * dim;
+    const stored *v_cache = s->v_cache + l * s->layer_stride + kv * dim;
     float rotated[dim];
     factor q[heads * dim];
 
-    rotate(qkv + (m->heads + kv) * dim, layer->k_norm, m, cos, sin, rotated);
-    for (int64_t i = 0; i < dim; i += 16) {
-        put_stored(new_k + i, load(rotated + i));
-        put_stored(new_v + i, load(v + i));
-    }
     for (int64_t h = 0; h < heads; h++) {
-        rotate(qkv + (kv * heads + h) * dim, layer->q_norm, m, cos, sin, rotated);
+        rotate(x + h * dim, layer->q_norm, m, s->cos + row * dim, s->sin + row * dim, rotated);
         for (int64_t i = 0; i < dim; i += 16) put_factors(q + h * dim + i, load(rotated + i));
     }
     for (int64_t j = 0; j <= past; j += size) {
@@ -377,13 +385,15 @@ static void layers(const Work *w, int index, int of) {
     const int64_t h0 = share(hidden, OUTPUTS, index, of), h1 = share(hidden, OUTPUTS, index + 1, of);
     const int64_t i0 = share(inner, 16, index, of), i1 = share(inner, 16, index + 1, of);
     const int64_t a0 = share(rows * m->kv_heads, 1, index, of), a1 = share(rows * m->kv_heads, 1, index + 1, of);
-    float *y = w->own + index * w->own_room, *scores = y + rows * y_width(m);
+    float *y = w->y, *scores = w->own + index * w->own_room;
     factor *normed = (factor *)(scores + w->longest * (m->heads / m->kv_heads));
 
     for (int64_t l = 0; l < m->num_layers; l++) {
         const Layer *layer = m->layers + l;
         norm_rows(s, m, layer->input_norm, normed);
         product(&layer->qkv, q0, q1, normed, rows, w->qkv, width);
+#pragma omp barrier
+        for (int64_t i = a0; i < a1; i++) store(w, layer, l, i / m->kv_heads, i % m->kv_heads);
 #pragma omp barrier
         for (int64_t i = a0; i < a1; i++) attend(w, layer, l, i / m->kv_heads, i % m->kv_heads, scores);
 #pragma omp barrier
@@ -414,20 +424,21 @@ static void layers(const Work *w, int index, int of) {
 int decode_layers(const Model *m, const Step *s, int threads) {
     Work w = {.model = m, .step = s};
     for (int64_t b = 0; b < s->rows; b++)
-        if (s->context_lens[b] > w.longest) w.longest = s->context_lens[b];
+        if (s->lengths[b] > w.longest) w.longest = s->lengths[b];
     w.longest = (w.longest + 15) / 16 * 16;
-    w.own_room = s->rows * (y_width(m) + m->hidden) + w.longest * (m->heads / m->kv_heads);
+    w.own_room = s->rows * m->hidden + w.longest * (m->heads / m->kv_heads);
     w.own_room = (w.own_room + 15) / 16 * 16;
     w.own = floats(threads * w.own_room);
+    w.y = floats(s->rows * y_width(m));
     w.qkv = floats(s->rows * (m->heads + 2 * m->kv_heads) * m->dim);
     w.attended = (factor *)floats(s->rows * m->heads * m->dim);
     w.gated = (factor *)floats(s->rows * m->inner);
-    int short_of = !w.own || !w.qkv || !w.attended || !w.gated;
+    int short_of = !w.own || !w.y || !w.qkv || !w.attended || !w.gated;
     if (!short_of) {
 #pragma omp parallel num_threads(threads)
         layers(&w, omp_get_thread_num(), omp_get_num_threads());
     }
-    free(w.own), free(w.qkv), free(w.attended), free(w.gated);
+    free(w.own), free(w.y), free(w.qkv), free(w.attended), free(w.gated);
     return -short_of;
 }
 

@@ -1,4 +1,4 @@
-"""Decode steps of a model with 4-bit weights by decode.c: what it takes, what it is given, what comes back."""
+"""Steps of few tokens of a model with 4-bit weights by decode.c: what it takes, what it is given, what comes back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from models.batch import ForwardBatch
+from models.config import ModelConfig
 from models.int4 import GROUP
-from models.native import library
-from models.native.layout import SPAN
+from models.native import layout, library
 
 if TYPE_CHECKING:
     from models.layers.linear import Linear
@@ -45,31 +45,39 @@ class _Step(Structure):
         ("rows", c_int64),
         *((name, c_void_p) for name in ("x", "hidden", "cos", "sin", "k_cache", "v_cache")),
         ("layer_stride", c_int64), ("block_size", c_int64), ("slots", c_void_p), ("tables", c_void_p),
-        ("table_stride", c_int64), ("context_lens", c_void_p), ("logits", c_void_p),
+        ("table_stride", c_int64), ("lengths", c_void_p), ("logits", c_void_p),
     )  # fmt: skip
 
 
-def why_not(model: LlamaForCausalLM) -> str | None:
-    """What keeps a model, loaded but not yet packed, from being decoded by decode.c; None where nothing does."""
-    config, weight = model.config, model.lm_head.weight
-    if weight.device.type != "cpu" or model.gather_vocab.tp_size > 1:
+def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp_size: int) -> str | None:
+    """What keeps a model from being decoded by decode.c, whatever its weights are; None where nothing does."""
+    if device.type != "cpu" or tp_size > 1:
         return "it is for one process on a CPU"
-    if weight.dtype not in MAX_ROWS:
-        return f"it computes in bfloat16 and float32, not in {str(weight.dtype).removeprefix('torch.')}"
-    if config.head_dim % GROUP or config.hidden_size % SPAN:
-        return f"{config.hidden_size} elements in heads of {config.head_dim} are not multiples of {SPAN} and {GROUP}"
-    for layer in model.model.layers:
-        if any(linear.bias is not None or not linear.takes_native() for linear in _linears(layer)):
-            return "it takes 4-bit weights without a bias, and not all of this model's are"
+    if dtype not in MAX_ROWS:
+        return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    if config.head_dim % GROUP:
+        return f"heads of {config.head_dim} are not a multiple of {GROUP}"
     try:
-        library.load(weight.dtype == torch.bfloat16)
+        library.load(dtype == torch.bfloat16)
     except library.Unavailable as error:
         return str(error)
     return None
 
 
+def why_not_loaded(model: LlamaForCausalLM) -> str | None:
+    """What of a model's weights, loaded but not yet packed, keeps it from that; None where nothing does."""
+    for linear in (linear for layer in model.model.layers for linear in _linears(layer)):
+        rows, columns = linear.weight.shape
+        if linear.bias is not None or not linear.is_int4():
+            return "it takes 4-bit weights without a bias, and not all of this model's are"
+        if not layout.takes(rows, columns):
+            return f"it does not take a matrix of {rows} x {columns}"
+    return None
+
+
 class Decoder:
-    """Runs the decodes of a loaded model for which why_not() found nothing."""
+    """Runs such steps of a loaded model for which why_not() and why_not_loaded() found nothing. Up to max_rows tokens a
+    row's result does not depend on those beside it."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         config, self._dtype = model.config, model.lm_head.weight.dtype
@@ -90,36 +98,40 @@ class Decoder:
         self._layers.argtypes = self._logits.argtypes = (c_void_p, c_void_p, c_int)
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it runs this step: decodes alone, and few of them."""
-        return batch.num_decodes == batch.input_ids.shape[0] <= self.max_rows
+        """Whether it runs this step."""
+        return batch.input_ids.shape[0] <= self.max_rows
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """The step's hidden states [T, hidden] after the final norm; their keys and values are in the cache then."""
+        """The step's hidden states after the final norm, as LlamaModel's; all keys and values are in the cache then."""
         k_cache, v_cache = self._first.k_cache, self._first.v_cache
+        if k_cache.dtype != self._dtype or not k_cache.is_contiguous():
+            raise ValueError(f"a KV cache of {k_cache.dtype}, strides {k_cache.stride()}, for a model of {self._dtype}")
         x = self._embed(batch.input_ids).float()
-        hidden = torch.empty(x.shape, dtype=self._dtype)
+        hidden = torch.empty(x.shape, dtype=self._dtype, device="cpu")
         cos, sin = (angles.float() for angles in self._rotary(batch))
-        lens = torch.tensor(batch.context_lens, dtype=torch.int32)
+        tables, lengths = batch.block_tables, (batch.positions + 1).to(torch.int32)
+        if batch.num_decodes < x.shape[0]:  # chunks have several rows
+            tables = tables.repeat_interleave(torch.tensor(batch.query_lens, device="cpu"), dim=0)
         stride = (self._last.k_cache.data_ptr() - k_cache.data_ptr()) // k_cache.element_size()
         step = _Step(
             x.shape[0], x.data_ptr(), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), k_cache.data_ptr(),
             v_cache.data_ptr(), stride // max(1, self._count - 1), batch.block_size, batch.slot_mapping.data_ptr(),
-            batch.block_tables.data_ptr(), batch.block_tables.stride(0), lens.data_ptr(), None,
+            tables.data_ptr(), tables.stride(0), lengths.data_ptr(), None,
         )  # fmt: skip
         self._run(self._layers, step)
-        return hidden
+        return hidden if batch.num_decodes == x.shape[0] else hidden.index_select(0, batch.logits_indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] of the model's type -> float32 [R, vocab], R at most max_rows."""
         hidden = hidden.contiguous()
-        logits = torch.empty(hidden.shape[0], self._vocab)
+        logits = torch.empty(hidden.shape[0], self._vocab, dtype=torch.float32, device="cpu")
         step = _Step(rows=hidden.shape[0], hidden=hidden.data_ptr(), logits=logits.data_ptr())
         self._run(self._logits, step)
         return logits
 
     def _run(self, call: Any, step: _Step) -> None:
         if call(byref(self._model), byref(step), torch.get_num_threads()):
-            raise MemoryError(f"a decode step of {step.rows} sequences")
+            raise MemoryError(f"no room for the products of {step.rows} tokens")
 
     def _layer(self, layer: Any) -> _Layer:
         attention = layer.self_attn
@@ -130,7 +142,7 @@ class Decoder:
         assert linear.native is not None
         self._kept.append(linear.native)
         q, scale = linear.native.q, linear.native.scale
-        return _Matrix(q.shape[0], q.shape[1] * SPAN, q.data_ptr(), scale.data_ptr())
+        return _Matrix(q.shape[0], q.shape[1] * layout.SPAN, q.data_ptr(), scale.data_ptr())
 
     def _pointer(self, weight: Tensor) -> int:
         self._kept.append(weight.data.float().contiguous())

@@ -15,8 +15,8 @@ _OUTPUTS = 4  # likewise
 
 @dataclass(frozen=True, slots=True)
 class NativeInt4:
-    """An Int4Matrix as decode.c reads it: q uint16 [N, K / 64, 16], whose nibble j at place i is column 16 j + i of the
-    span; scale float32 [N, K / 32, 2], each group's scale and offset."""
+    """An Int4Matrix as decode.c reads it: q [N, K / 64, 16] of 16 bits, whose nibble j at place i is column 16 j + i of
+    the span; scale float32 [N, K / 32, 2], each group's scale and offset."""
 
     q: Tensor
     scale: Tensor

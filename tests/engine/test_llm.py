@@ -13,9 +13,11 @@ import pytest
 
 from byte_model import BOS, replying_engine
 from engine import LLM, BeamSearchParams, RequestOutput, RequestPriority, SamplingParams
+from engine.device import native_bf16
 from engine.llm_engine import LLMEngine
 from engine.stats import EngineStats, min_prefill_sample
 from history_model import history_engine, next_token
+from models.native import library
 from processes import resident_bytes
 
 
@@ -477,7 +479,7 @@ def test_the_weights_go_with_the_engine_and_need_no_garbage_collector(
         gc.enable()
 
 
-def test_the_log_says_how_a_cpu_decodes(
+def test_the_log_says_how_a_cpu_computes_few_tokens(
     shallow_model_path: Path, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ways = []
@@ -485,11 +487,15 @@ def test_the_log_says_how_a_cpu_decodes(
         caplog.clear()
         with caplog.at_level(logging.INFO, "pageturn.engine"):
             LLM(model, device="cpu", num_kvcache_blocks=16, **more).exit()
-        ways += [record.message for record in caplog.records if record.message.startswith("decodes: ")]
-    in_c, eager, dense = ways
-    assert in_c == "decodes: in C, compiled for this CPU" or "no C compiler" in in_c
-    assert eager == "decodes: by PyTorch (not asked for)"
-    assert dense.startswith("decodes: by PyTorch (") and dense != eager
+        ways += [record.message for record in caplog.records if record.message.startswith("steps of few tokens: ")]
+    in_c, eager, dense = (way.removeprefix("steps of few tokens: ") for way in ways)
+    try:
+        library.load(native_bf16(Path("/proc/cpuinfo")) is not None)
+        assert in_c == "in C, compiled for this CPU"
+    except library.Unavailable as error:
+        assert in_c == f"by PyTorch ({error})"
+    assert eager == "by PyTorch (enforce_eager is set)"
+    assert dense.startswith("by PyTorch (") and dense != eager
 
 
 def test_a_reply_whose_text_cannot_be_made_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

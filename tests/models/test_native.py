@@ -1,4 +1,4 @@
-"""Decodes in C against transformers in fp32, on tiny models whose weights are rounded to 4 bits on both sides."""
+"""Steps in C against transformers in fp32, on tiny models whose weights are rounded to 4 bits on both sides."""
 
 from __future__ import annotations
 
@@ -155,6 +155,26 @@ def test_what_is_not_finite_stays_with_its_row(pair: Pair) -> None:
         assert torch.equal(logits[-1], expected) if i != 2 else logits.isnan().all()
 
 
+def test_the_end_of_a_prompt_beside_decodes_has_the_logits_of_transformers(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five tokens behind a prefix, three of another prompt with none, and two decodes in one step."""
+    model = pair.ours()
+    counted = Counted(model, monkeypatch)
+    pages, prompts = PagedRunner(model, scatter=True), [*sequences(3, seed=9), [7, 8, 9]]
+    blocks = [pages.reserve(len(prompt)) for prompt in prompts]
+    cached = [len(prompts[0]) - 1, len(prompts[1]) - 1, len(prompts[2]) - 5, 0]
+    for prompt, length, taken in zip(prompts[:3], cached, blocks, strict=False):
+        pages.step([(prompt[:length], 0, taken)])
+    got = pages.step([(p[n:], n, taken) for p, n, taken in zip(prompts, cached, blocks, strict=True)])
+    assert counted.steps[-2:] == [10, 10]
+    for logits, prompt, length in zip(got, prompts, cached, strict=True):
+        close(logits, pair.logits(prompt)[length:])
+    pages.last_only = True
+    last = pages.step([(p[n:], n, taken) for p, n, taken in zip(prompts, cached, blocks, strict=True)])
+    assert all(torch.equal(a[0], b[-1]) for a, b in zip(last, got, strict=True))
+
+
 def test_prompts_and_steps_of_many_go_to_pytorch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair.ours()
     counted = Counted(model, monkeypatch)
@@ -208,9 +228,38 @@ def test_it_is_compiled_once_and_kept(fresh_library: Path, monkeypatch: pytest.M
     assert not ran and list(fresh_library.iterdir()) == [kept]
 
 
-def test_it_need_not_be_kept(fresh_library: Path) -> None:
+def test_it_need_not_be_kept(fresh_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
     fresh_library.parent.write_text("a file, where the folder would be")
     assert library.load(False).decode_layers is not None
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_without_a_home_it_is_compiled_all_the_same(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library, "cache_dir", homeless)
+    assert library.load(False).decode_layers is not None
+
+
+def test_with_nowhere_to_compile_that_is_the_reason(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.tempfile, "tempdir", "/no/such/folder")
+    fresh_library.parent.write_text("a file, where the folder would be")
+    with pytest.raises(library.Unavailable, match=r"nowhere to compile: .*/no/such/folder"):
+        library.load(False)
+
+
+def test_a_damaged_one_is_compiled_anew(fresh_library: Path) -> None:
+    library.load(False)
+    (kept,) = fresh_library.iterdir()
+    whole = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(b"")
+    library.load.cache_clear()
+    assert library.load(False).decode_layers is not None
+    assert len(kept.read_bytes()) == len(whole) and list(fresh_library.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +282,9 @@ def test_without_a_compiler_pytorch_decodes_and_the_reason_is_kept(
 
 def test_a_compiler_s_first_word_is_the_reason(fresh_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     broken = tmp_path / "decode.c"
-    broken.write_text("this is no C\n")
+    broken.write_text("int f(void) {\n    return x;\n}\n")  # the compiler says first which function it is in
     monkeypatch.setattr(library, "_SOURCE", broken)
-    with pytest.raises(library.Unavailable, match=r"fails with code 1: .*decode.c:1:1: error"):
+    with pytest.raises(library.Unavailable, match=r"fails with code 1: .*decode.c:2:12: error"):
         library.load(True)
 
 
@@ -245,7 +294,7 @@ def test_a_compiler_s_first_word_is_the_reason(fresh_library: Path, tmp_path: Pa
         (SHAPE, ("layers.1.mlp.down_proj",), torch.float32, "not all of this model's are"),
         (SHAPE | {"attention_bias": True}, (), torch.float32, "without a bias"),
         (SHAPE | {"head_dim": 16}, (), torch.float32, "heads of 16"),
-        (SHAPE | {"intermediate_size": 96}, (), torch.float32, "not all of this model's are"),
+        (SHAPE | {"intermediate_size": 96}, (), torch.float32, "it does not take a matrix of 128 x 96"),
         (SHAPE, (), torch.float16, "not in float16"),
     ],
 )
@@ -259,5 +308,5 @@ def test_what_it_does_not_take_is_left_to_pytorch_with_the_reason(
 def test_memory_that_is_short_is_an_error_of_the_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair.ours()
     monkeypatch.setattr(model.decoder, "_layers", lambda *args: -1)
-    with pytest.raises(MemoryError, match="a decode step of 1 sequences"):
+    with pytest.raises(MemoryError, match=r"no room for the products of \d+ tokens"):
         decoded(model, sequences(1))
