@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from models.layers.linear import Linear
     from models.llama import LlamaForCausalLM
 
-# Rows up to which a step is faster here than by PyTorch. Products in bfloat16 may have a matrix unit there (AMX).
-MAX_ROWS = {torch.bfloat16: 16, torch.float32: 64}
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class _Matrix(Structure):
@@ -53,7 +52,7 @@ def why_not(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp_si
     """What keeps a model from being decoded by decode.c, whatever its weights are; None where nothing does."""
     if device.type != "cpu" or tp_size > 1:
         return "it is for one process on a CPU"
-    if dtype not in MAX_ROWS:
+    if dtype not in DTYPES:
         return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     if config.head_dim % GROUP:
         return f"heads of {config.head_dim} are not a multiple of {GROUP}"
@@ -75,13 +74,20 @@ def why_not_loaded(model: LlamaForCausalLM) -> str | None:
     return None
 
 
+def most_rows(dtype: torch.dtype) -> int:
+    """Up to how many tokens a step is faster here than by PyTorch, whose products of bfloat16 may be AMX's."""
+    if dtype == torch.float32:
+        return 64
+    return 16 if torch.cpu._is_amx_tile_supported() else 32
+
+
 class Decoder:
     """Runs such steps of a loaded model for which why_not() and why_not_loaded() found nothing. Up to max_rows tokens a
     row's result does not depend on those beside it."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         config, self._dtype = model.config, model.lm_head.weight.dtype
-        self.max_rows = MAX_ROWS[self._dtype]
+        self.max_rows = most_rows(self._dtype)
         self._embed, self._rotary = model.model.embed_tokens, model.model.rotary
         layers: Any = model.model.layers
         self._first, self._last, self._count = layers[0].self_attn.attn, layers[-1].self_attn.attn, len(layers)

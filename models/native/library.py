@@ -34,7 +34,13 @@ def load(bf16: bool) -> ctypes.CDLL:
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise Unavailable(f"no C compiler: none of {', '.join(_COMPILERS)} is installed")
-    command = [*shlex.split(compiler), *_FLAGS, *(["-DBF16"] if bf16 else [])]
+    try:
+        words = shlex.split(compiler)
+    except ValueError as error:
+        raise Unavailable(f"CC={compiler!r} cannot be read: {error}") from error
+    if not words:
+        raise Unavailable(f"CC={compiler!r} names no compiler")
+    command = [*words, *_FLAGS, *(["-DBF16"] if bf16 else [])]
     known_by = "\n".join([_SOURCE.read_text(), *command, *platform.libc_ver(), _cpu()])
     name = f"decode-{hashlib.sha256(known_by.encode()).hexdigest()[:16]}.so"
     try:

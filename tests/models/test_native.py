@@ -264,7 +264,13 @@ def test_a_damaged_one_is_compiled_anew(fresh_library: Path) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "why"),
-    [(None, "no C compiler: none of"), ("/no/such/cc", "/no/such/cc cannot be used"), ("false", "false fails")],
+    [
+        (None, "no C compiler: none of"),
+        ("/no/such/cc", "/no/such/cc cannot be used"),
+        ("false", "false fails"),
+        ("gcc '", "CC=\"gcc '\" cannot be read: No closing quotation"),
+        (" ", "CC=' ' names no compiler"),
+    ],
 )
 def test_without_a_compiler_pytorch_decodes_and_the_reason_is_kept(
     compiler: str | None, why: str, pair: Pair, fresh_library: Path, monkeypatch: pytest.MonkeyPatch
