@@ -268,7 +268,7 @@ def test_a_damaged_one_is_compiled_anew(fresh_library: Path) -> None:
         (None, "no C compiler: none of"),
         ("/no/such/cc", "/no/such/cc cannot be used"),
         ("false", "false fails"),
-        ("gcc '", "CC=\"gcc '\" cannot be read: No closing quotation"),
+        ("gcc '", 'CC="gcc \'" cannot be read: No closing quotation'),
         (" ", "CC=' ' names no compiler"),
     ],
 )
