@@ -111,7 +111,8 @@ class ModelRunner:
         if tp_size > 1:
             how = one_shot.install(self.model, model_config.hidden_size, device.dtype, device.device)
             logger.info("sums over ranks: %s", how)
-        self.sampler = Sampler(model_config.vocab_size, device.device)
+        decoder = self.model.decoder
+        self.sampler = Sampler(model_config.vocab_size, device.device, decoder.draw if decoder is not None else None)
         self.kv_cache: torch.Tensor | None = None
         self.prefill_rate = 0.0  # tokens/s, measured by warm_up
         self._tables = BlockTables(max_num_seqs, self.max_blocks_per_seq)

@@ -18,8 +18,9 @@ and all that rank after it and take the next. The result is exactly that of mask
 since each strikes out about half of the excess by mass; a small top_k, whose excess is large, is cut at the
 k-th largest logit beforehand.
 
-So it goes on a CPU. A card has kernels for it, which take the step's settings from device arrays and never wait for
-the host: models.kernels.sampling. Captured steps apply bias and penalties there too, see engine.graph_sampling.
+So it goes on a CPU, rows without truncations in C where there is a decoder (models/native). A card has kernels for it,
+which take the step's settings from device arrays and never wait for the host: models.kernels.sampling. Captured steps
+apply bias and penalties there too, see engine.graph_sampling.
 
 Equal logits rank by token id, lowest first, everywhere: greedy, top_k and top_p are exact and repeatable. All
 decisions are per row, so a row's token never depends on its neighbours.
@@ -134,9 +135,17 @@ class SamplingBatch:
 
 
 class Sampler:
-    """Chooses tokens for a model of `vocab_size` on `device`; holds per-request state until `forget`."""
+    """Chooses tokens for a model of `vocab_size` on `device`; holds per-request state until `forget`.
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    draw_whole: what draws rows without truncations in place of the operators here; see models.native.decoder.Draw.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        draw_whole: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._ids = torch.arange(vocab_size, dtype=torch.float32, device=self.device)  # exact below 2**24
@@ -145,6 +154,7 @@ class Sampler:
         self._bias = LogitBias(self.device)
         self._last: SamplingBatch | None = None
         self._kernel = kernels.load("sampling", self.device)
+        self._draw_whole = draw_whole
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[SamplingRow]) -> SamplingBatch:
@@ -227,6 +237,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, best: Tensor, keys: Tensor, group: _Group) -> Tensor:
         """int64 [N] drawn from logits float32 [N, V] whose row maxima are best [N, 1]."""
+        if self._draw_whole is not None and not group.truncates:
+            return self._draw_whole(logits, best, group.temperature, self._noise.token_hash, keys)
         weights = _weights(logits, best, group)
         scores = weights / self._noise.exponential(keys)
         if group.truncates:

@@ -136,6 +136,30 @@ static inline f32x16 exp16(f32x16 x) {
     return (p * r * r + r + 1) * (f32x16)((n + 127) << 23);
 }
 
+/* ln(1 + x) for -1 < x <= 0 to some 1e-7 of itself: the logarithm of the rounded 1 + x (Cephes' logf), made up for the
+   rounding (Kahan). */
+static inline f32x16 log1p16(f32x16 x) {
+    const f32x16 zero = {0}, one = zero + 1, sum = one + x;
+    i32x16 exponent = ((i32x16)sum >> 23) - 126;
+    f32x16 m = (f32x16)(((i32x16)sum & 0x7fffff) | 0x3f000000); /* from 1/2 to 1 */
+    const i32x16 small = m < zero + 0.70710678f;
+    exponent += small; /* -1 where it holds */
+    m = m - one + (f32x16)((i32x16)m & small);
+    const f32x16 whole = __builtin_convertvector(exponent, f32x16), square = m * m;
+    f32x16 p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    p = p * m + 1.1676998740e-1f;
+    p = p * m - 1.2420140846e-1f;
+    p = p * m + 1.4249322787e-1f;
+    p = p * m - 1.6668057665e-1f;
+    p = p * m + 2.0000714765e-1f;
+    p = p * m - 2.4999993993e-1f;
+    p = p * m + 3.3333331174e-1f;
+    const f32x16 log = m + (m * square * p - whole * 2.12194440e-4f - square * 0.5f) + whole * 0.693359375f;
+    const i32x16 tiny = sum == one;
+    const f32x16 rest = (f32x16)(((i32x16)(sum - one) & ~tiny) | ((i32x16)one & tiny));
+    return (f32x16)(((i32x16)(log * (x / rest)) & ~tiny) | ((i32x16)x & tiny));
+}
+
 /* Sixteen weights of a group from the low nibbles of `bits`. */
 static inline f32x16 weights(u32x16 bits, const float *scale) {
 #ifdef __AVX512F__ /* looked up among the group's sixteen possible ones */
@@ -452,5 +476,90 @@ int decode_logits(const Model *m, const Step *s, int threads) {
         head_product(m, share(m->vocab, 1, index, of), share(m->vocab, 1, index + 1, of), x, s->rows, s->logits);
     }
     free(x);
+    return 0;
+}
+
+/* -------------------------------------------------------------------------------------------------- draws */
+
+/* What one call draws from: the exponential race of engine/sampler.py with the noise of engine/noise.py. */
+typedef struct {
+    int64_t rows, vocab;
+    const float *logits;       /* [rows, vocab] */
+    const float *best;         /* [rows]: each row's largest */
+    const float *temperatures; /* [rows] */
+    const int32_t *hashes;     /* [vocab] */
+    const int32_t *keys;       /* [rows, 2] */
+    int64_t *drawn;            /* [rows] */
+} Draw;
+
+static inline f32x16 race(const float *logits, const int32_t *hashes, float best, float temperature,
+                          const int32_t *key) {
+    const f32x16 zero = {0}, lowest = zero - 80, highest_u = zero - (1 - 0x1p-24f);
+    f32x16 x = (load(logits) - best) / temperature;
+    const i32x16 below = x < lowest;
+    const f32x16 weight = exp16((f32x16)(((i32x16)x & ~below) | ((i32x16)lowest & below)));
+    u32x16 h = (u32x16)load((const float *)hashes) ^ (uint32_t)key[0];
+    h = (h ^ (h >> 16)) * 0x7FEB352Du + (uint32_t)key[1];
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    h = (h ^ (h >> 16)) & 0x7FFFFFFFu;
+    f32x16 u = __builtin_convertvector((i32x16)h, f32x16) * -0x1p-31f - 0x1p-32f;
+    const i32x16 beyond = u < highest_u;
+    u = (f32x16)(((i32x16)u & ~beyond) | ((i32x16)highest_u & beyond));
+    return weight / -log1p16(u);
+}
+
+/* The winner among the tokens [first, last) of a row, the first of equal ones. */
+static int64_t winner(const Draw *d, int64_t row, int64_t first, int64_t last, float *score) {
+    const float *logits = d->logits + row * d->vocab;
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 best = {0};
+    i32x16 at = {0};
+    for (int64_t n = first; n < last; n += 16) {
+        float padded[16] = {0};
+        int32_t hashes[16] = {0};
+        int64_t count = last - n < 16 ? last - n : 16;
+        const float *from = logits + n;
+        const int32_t *hash = d->hashes + n;
+        if (count < 16) {
+            for (int64_t i = 0; i < count; i++) {
+                padded[i] = from[i];
+                hashes[i] = hash[i];
+            }
+            from = padded;
+            hash = hashes;
+        }
+        f32x16 scores = race(from, hash, d->best[row], d->temperatures[row], d->keys + row * 2);
+        const i32x16 wins = (scores > best) & (lanes < (i32x16){0} + (int32_t)count);
+        best = (f32x16)(((i32x16)scores & wins) | ((i32x16)best & ~wins));
+        at = ((lanes + (int32_t)n) & wins) | (at & ~wins);
+    }
+    int64_t won = first;
+    *score = 0;
+    for (int i = 0; i < 16; i++)
+        if (best[i] > *score || (best[i] == *score && best[i] > 0 && at[i] < won)) {
+            *score = best[i];
+            won = at[i];
+        }
+    return won;
+}
+
+/* Always 0. Fills drawn; what it holds for a row of logits that are not finite has no meaning. */
+int draw(const Draw *d, int threads) {
+    for (int64_t row = 0; row < d->rows; row++) {
+        float scores[threads];
+        int64_t won[threads];
+        int parts = 1;
+#pragma omp parallel num_threads(threads)
+        {
+            int index = omp_get_thread_num(), of = omp_get_num_threads();
+            if (index == 0) parts = of;
+            int64_t first = share(d->vocab, 1, index, of), last = share(d->vocab, 1, index + 1, of);
+            won[index] = winner(d, row, first, last, scores + index);
+        }
+        int best = 0;
+        for (int i = 1; i < parts; i++)
+            if (scores[i] > scores[best]) best = i;
+        d->drawn[row] = won[best];
+    }
     return 0;
 }

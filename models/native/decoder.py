@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,14 @@ from models.native import layout, library
 if TYPE_CHECKING:
     from models.layers.linear import Linear
     from models.llama import LlamaForCausalLM
+
+
+class _Draw(Structure):
+    _fields_ = (
+        ("rows", c_int64), ("vocab", c_int64),
+        *((name, c_void_p) for name in ("logits", "best", "temperatures", "hashes", "keys", "drawn")),
+    )  # fmt: skip
+
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -102,6 +110,7 @@ class Decoder:
         loaded = library.load(self._dtype == torch.bfloat16)
         self._layers, self._logits = loaded.decode_layers, loaded.decode_logits
         self._layers.argtypes = self._logits.argtypes = (c_void_p, c_void_p, c_int)
+        self.draw = Draw(loaded)
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether it runs this step."""
@@ -153,6 +162,24 @@ class Decoder:
     def _pointer(self, weight: Tensor) -> int:
         self._kept.append(weight.data.float().contiguous())
         return self._kept[-1].data_ptr()
+
+
+class Draw:
+    """draw(logits, best, temperature, token_hash, keys) -> int64 [N] drawn from logits float32 [N, V] at temperatures
+    [N, 1], best [N, 1] being the largest of each: Sampler's race with TokenNoise's noise, whose token_hash int32 [V]
+    and row keys int32 [N, 2] are given. Holds nothing of a model."""
+
+    def __init__(self, loaded: CDLL) -> None:
+        self._draw = loaded.draw
+        self._draw.argtypes = (c_void_p, c_int)
+
+    def __call__(self, logits: Tensor, best: Tensor, temperature: Tensor, token_hash: Tensor, keys: Tensor) -> Tensor:
+        rows, vocab = logits.shape
+        drawn = torch.empty(rows, dtype=torch.int64, device="cpu")
+        inputs = [tensor.contiguous() for tensor in (logits, best, temperature, token_hash, keys)]
+        call = _Draw(rows, vocab, *(tensor.data_ptr() for tensor in inputs), drawn.data_ptr())
+        self._draw(byref(call), torch.get_num_threads())
+        return drawn
 
 
 def _linears(layer: Any) -> tuple[Linear, Linear, Linear, Linear]:

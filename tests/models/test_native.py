@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import SamplingParams
+from engine.sampler import BAD_TOKEN, Sampler, SamplingRow
 from models import loader
 from models.int4 import GROUP, Int4Matrix
 from models.loader import load_model, read_config
@@ -204,6 +206,29 @@ def test_cpus_with_shorter_vectors(flag: str, pair: Pair, fresh_library: Path, m
         close(logits, pair.logits(prompt)[-1])
     for logits, prompt in zip(decoded(pair.ours(torch.bfloat16), prompts)[0], prompts, strict=True):
         torch.testing.assert_close(logits, pair.logits(prompt)[-1], rtol=0.05, atol=1.0)
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 50, 1003, 49152])
+def test_draws_are_the_sampler_s_own(vocab: int, pair: Pair) -> None:
+    """Temperatures that make one token all but sure and all alike, and rows that share a step with truncated ones."""
+    torch.manual_seed(vocab)
+    plain, native = Sampler(vocab), Sampler(vocab, draw_whole=pair.ours().decoder.draw)
+    for step in range(30):
+        settings = [{"temperature": t} for t in (0.01, 0.6, 1.0, 30.0)] + [{"top_p": 0.9}, {"temperature": 0.0}]
+        rows = [SamplingRow(i, SamplingParams(**s), 7 * i, step, (), ()) for i, s in enumerate(settings)]
+        logits = torch.randn(len(rows), vocab) * 5
+        logits[1, step % vocab] = -torch.inf
+        logits[2, step % vocab] = logits[2].max()  # a tie
+        logits[3] *= step % 3 > 0
+        assert torch.equal(native(logits, native.prepare(rows)), plain(logits, plain.prepare(rows)))
+
+
+def test_a_row_of_broken_logits_draws_none_and_the_others_do(pair: Pair) -> None:
+    native = Sampler(50, draw_whole=pair.ours().decoder.draw)
+    logits = torch.randn(4, 50)
+    logits[0, 3], logits[1, 4], logits[2] = torch.nan, torch.inf, -torch.inf
+    tokens = native(logits, native.prepare([SamplingRow(i, SamplingParams(), i, 0, (), ()) for i in range(4)]))
+    assert tokens[:3].tolist() == [BAD_TOKEN] * 3 and 0 <= tokens[3] < 50
 
 
 # ----------------------------------------------------------------------------------- where it cannot be
