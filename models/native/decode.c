@@ -119,11 +119,14 @@ static inline float sum(f32x16 v) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
+static inline f32x16 either(i32x16 holds, f32x16 yes, f32x16 no) { /* holds: -1 or 0, lane by lane */
+    return (f32x16)(((i32x16)yes & holds) | ((i32x16)no & ~holds));
+}
+
 /* e^x to some 1e-7 of itself, x cut off at -87 and 88: 2^n e^r, a polynomial for |r| <= ln(2) / 2 (Cephes' expf). */
 static inline f32x16 exp16(f32x16 x) {
     const f32x16 zero = {0}, least = zero - 87, most = zero + 88, half = zero + 0.5f;
-    const i32x16 below = x < least, above = x > most;
-    x = (f32x16)(((i32x16)x & ~(below | above)) | ((i32x16)least & below) | ((i32x16)most & above));
+    x = either(x < least, least, either(x > most, most, x));
     const f32x16 nearest = (f32x16)(((i32x16)x & INT32_MIN) | (i32x16)half); /* of x's sign */
     const i32x16 n = __builtin_convertvector(x * 1.44269504f + nearest, i32x16);
     const f32x16 whole = __builtin_convertvector(n, f32x16);
@@ -156,8 +159,7 @@ static inline f32x16 log1p16(f32x16 x) {
     p = p * m + 3.3333331174e-1f;
     const f32x16 log = m + (m * square * p - whole * 2.12194440e-4f - square * 0.5f) + whole * 0.693359375f;
     const i32x16 tiny = sum == one;
-    const f32x16 rest = (f32x16)(((i32x16)(sum - one) & ~tiny) | ((i32x16)one & tiny));
-    return (f32x16)(((i32x16)(log * (x / rest)) & ~tiny) | ((i32x16)x & tiny));
+    return either(tiny, x, log * (x / either(tiny, one, sum - one)));
 }
 
 /* Sixteen weights of a group from the low nibbles of `bits`. */
@@ -495,17 +497,14 @@ typedef struct {
 static inline f32x16 race(const float *logits, const int32_t *hashes, float best, float temperature,
                           const int32_t *key) {
     const f32x16 zero = {0}, lowest = zero - 80, highest_u = zero - (1 - 0x1p-24f);
-    f32x16 x = (load(logits) - best) / temperature;
-    const i32x16 below = x < lowest;
-    const f32x16 weight = exp16((f32x16)(((i32x16)x & ~below) | ((i32x16)lowest & below)));
+    const f32x16 x = (load(logits) - best) / temperature;
+    const f32x16 weight = exp16(either(x < lowest, lowest, x));
     u32x16 h = (u32x16)load((const float *)hashes) ^ (uint32_t)key[0];
     h = (h ^ (h >> 16)) * 0x7FEB352Du + (uint32_t)key[1];
     h = (h ^ (h >> 15)) * 0x846CA68Bu;
     h = (h ^ (h >> 16)) & 0x7FFFFFFFu;
-    f32x16 u = __builtin_convertvector((i32x16)h, f32x16) * -0x1p-31f - 0x1p-32f;
-    const i32x16 beyond = u < highest_u;
-    u = (f32x16)(((i32x16)u & ~beyond) | ((i32x16)highest_u & beyond));
-    return weight / -log1p16(u);
+    const f32x16 u = __builtin_convertvector((i32x16)h, f32x16) * -0x1p-31f - 0x1p-32f;
+    return weight / -log1p16(either(u < highest_u, highest_u, u));
 }
 
 /* The winner among the tokens [first, last) of a row, the first of equal ones. */
@@ -530,7 +529,7 @@ static int64_t winner(const Draw *d, int64_t row, int64_t first, int64_t last, f
         }
         f32x16 scores = race(from, hash, d->best[row], d->temperatures[row], d->keys + row * 2);
         const i32x16 wins = (scores > best) & (lanes < (i32x16){0} + (int32_t)count);
-        best = (f32x16)(((i32x16)scores & wins) | ((i32x16)best & ~wins));
+        best = either(wins, scores, best);
         at = ((lanes + (int32_t)n) & wins) | (at & ~wins);
     }
     int64_t won = first;
@@ -543,8 +542,8 @@ static int64_t winner(const Draw *d, int64_t row, int64_t first, int64_t last, f
     return won;
 }
 
-/* Always 0. Fills drawn; what it holds for a row of logits that are not finite has no meaning. */
-int draw(const Draw *d, int threads) {
+/* Fills drawn; what it holds for a row of logits that are not finite has no meaning. */
+void draw(const Draw *d, int threads) {
     for (int64_t row = 0; row < d->rows; row++) {
         float scores[threads];
         int64_t won[threads];
@@ -561,5 +560,4 @@ int draw(const Draw *d, int threads) {
             if (scores[i] > scores[best]) best = i;
         d->drawn[row] = won[best];
     }
-    return 0;
 }

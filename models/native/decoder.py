@@ -171,7 +171,7 @@ class Draw:
 
     def __init__(self, loaded: CDLL) -> None:
         self._draw = loaded.draw
-        self._draw.argtypes = (c_void_p, c_int)
+        self._draw.argtypes, self._draw.restype = (c_void_p, c_int), None
 
     def __call__(self, logits: Tensor, best: Tensor, temperature: Tensor, token_hash: Tensor, keys: Tensor) -> Tensor:
         rows, vocab = logits.shape
