@@ -13,7 +13,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS, ChatSettings
-from app.errors import BlankMessage, ChatBusy, ChatError, ChatNotFound, ContextFull, ModelNotReady, ReplyUnsaved
+from app.errors import (
+    BlankMessage,
+    ChatBusy,
+    ChatError,
+    ChatNotFound,
+    ContextFull,
+    ModelLoading,
+    ModelNotReady,
+    ReplyUnsaved,
+)
 from app.figures import Figures
 from app.jobs import Job, JobSnapshot
 from app.owner_slots import OwnerSlots
@@ -42,6 +51,7 @@ __all__ = [
     "Figures",
     "Job",
     "JobSnapshot",
+    "ModelLoading",
     "ModelNotReady",
     "ReplyUnsaved",
     "ThinkingSplit",

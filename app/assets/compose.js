@@ -13,7 +13,8 @@
     } catch { /* storage is closed to this frame, or full */ }
   }
 
-  // { name, text, key, unsure }: unsure of one that was refused or is not known to have come; it is still in its box.
+  // { name, text, key, unsure, waits }: unsure of one that was refused or is not known to have come; it is still in its
+  // box. waits: it was refused for want of a model, and is sent when there is one, if it stands in its box as it did.
   let onTheWay = [], key = "";
   try { onTheWay = JSON.parse(stored("sending") || "[]"); } catch { /* as none */ }
   // What stands in a page's box of these messages.
@@ -81,16 +82,29 @@
       message = { name: pageturn.randomHex(8), text: behind ? text.slice(before.length) : text, key };
       onTheWay.push(message);
     }
-    message.unsure = false;
+    message.unsure = message.waits = false;
     keepOnTheWay();
     return [target, message.text, message.name];
   };
   pageturn.namesOnTheWay = () => onTheWay.map((message) => message.name).join(" ");
   pageturn.namesIn = (body) => onTheWay.map((message) => message.name).filter((name) => body.includes(`"${name}"`));
   pageturn.awaitsNews = (names) => onTheWay.some((message) => !message.unsure && names.includes(message.name));
-  pageturn.notTaken = (names) => {
-    for (const message of onTheWay) if (names.includes(message.name)) message.unsure = true;
+  pageturn.notTaken = (names, waits = false) => {
+    for (const message of onTheWay.filter((one) => names.includes(one.name))) {
+      message.unsure = true;
+      message.waits ||= waits; // that none took it is said once more
+    }
     keepOnTheWay();
+  };
+  const SOON = 100; // ms; what came with the word that the model is ready is on the page by then
+  pageturn.sendWaiting = () => {
+    if (!onTheWay.some((message) => message.waits)) return;
+    setTimeout(() => {
+      const message = onTheWay.find((one) => one.key === key && one.waits && one.text === box()?.value);
+      if (!message) return;
+      message.waits = false;
+      document.querySelector("#message .submit-button").click();
+    }, SOON);
   };
   // sent: the chats that took messages, by the messages' names; "" of those that none took.
   pageturn.noteSent = (sent) => {

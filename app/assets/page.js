@@ -155,6 +155,7 @@
       const rest = areFound ? more && "… and more: search for more words" : latest.older > 0 && `… and ${latest.older.toLocaleString("en-US")} older: search for them`;
       if (!busy && rest) list.append(el("li", { className: "pt-none", textContent: rest }));
       if (value.download) download(value.download);
+      if (pageturn.stat?.ready) pageturn.sendWaiting();
     };
     watch("value", show);
     show();
@@ -275,7 +276,7 @@
       const isKept = props.value?.draft && pageturn.offerDraft(props.value.draft);
       text.textContent = (props.value?.text ?? "") + (isKept ? " Your text is in the message box." : "");
       text.hidden = !text.textContent;
-      if (props.value?.refused) pageturn.notTaken([props.value.refused]);
+      if (props.value?.refused) pageturn.notTaken([props.value.refused], props.value.waits);
     };
     watch("value", show);
     show();

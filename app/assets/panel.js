@@ -63,7 +63,7 @@
       if (frame.type === "delta") grid.change(frame.idx, frame.val);
       stat = frame.stat;
       pageturn.setStat(stat);
-      events.add(frame.events ?? []);
+      events.add(frame.events ?? [], frame.type === "full");
       elsewhere.look(frame.events ?? [], isFirst, chat.owner ?? 0);
       showTotals();
       showStat();
@@ -210,7 +210,9 @@
       this.turns = turns.slice(-5).map((turn) => ({ at: turn.at * 1000, text: turnWords(turn) }));
       this.show();
     }
-    add(events) {
+    // isWhole: they are the latest there are, of a server that may have started anew, with other owners.
+    add(events, isWhole) {
+      if (isWhole) this.pool = [];
       for (const event of events) {
         const at = Date.now() - event.ago * 1000, last = this.pool.at(-1);
         if (last && last.kind === event.kind && last.request === event.request && last.owner === event.owner) {
@@ -219,7 +221,7 @@
         } else this.pool.push({ at, ...event });
       }
       this.pool = this.pool.slice(-20);
-      if (events.length) this.show();
+      if (isWhole || events.length) this.show();
     }
     show() {
       const pool = this.pool.map((event) => ({ at: event.at, text: this.words(event) })).filter((line) => line.text);

@@ -8,6 +8,7 @@ import signal
 import pytest
 from playwright.sync_api import expect
 
+from app_process import AppProcess
 from chatting import (
     ask,
     last_reply,
@@ -215,6 +216,7 @@ def test_a_server_that_refuses_for_want_of_room_is_not_asked_again_and_again(ser
 
 
 def test_the_server_restarts_under_open_tabs(own_server, profile):
+    ask(open_page(profile(), own_server.url), "What is a crow?")  # a stranger, who has an owner's number before
     context = profile()
     page = open_page(context, own_server.url)
     ask(page, "What is an owl?")
@@ -231,6 +233,8 @@ def test_the_server_restarts_under_open_tabs(own_server, profile):
     expect(second.locator(".pt-state")).to_have_text("")
     assert last_reply(page) == text
     ask(page, "And a hawk?")
+    expect(page.locator(".pt-events")).to_contain_text("this chat took")
+    expect(page.locator(".pt-events")).not_to_contain_text("another")  # by the numbers of the server before
     for tab in (second, loading):
         wait_for_replies(tab, 2)
     assert page.evaluate("window.notReloaded") is True
@@ -279,6 +283,31 @@ def test_a_model_that_cannot_be_fetched_is_named_with_a_retry_and_the_draft_is_k
         expect(page.locator(".pt-retry")).to_be_visible()
     finally:
         server.end()
+
+
+def test_what_is_sent_while_the_model_loads_is_sent_when_it_is_ready(shallow_model_path, profile, tmp_path):
+    gate = tmp_path / "loaded"
+    argv = ("--model", str(shallow_model_path), "--num-kvcache-blocks", "512", "--device", "cpu")
+    program = ("tests/support/faulty_app.py", "loading", str(gate))
+    with AppProcess(*argv, data_dir=tmp_path / "data", program=program) as app:
+        app.wait_open()
+        page, other = (open_page(profile(), app.url) for _ in range(2))
+        for tab in (page, other):
+            message_box(tab).fill("What is an owl?")
+            message_box(tab).press("Enter")
+            expect(tab.locator(".pt-notice")).to_contain_text("is sent when it is ready")
+            expect(message_box(tab)).to_have_value("What is an owl?")
+        message_box(other).fill("What is a hawk?")  # another text than the one that waits
+        gate.touch()
+        wait_for_replies(page, 1)
+        expect(page.locator("#chat .user")).to_have_text("What is an owl?")
+        expect(message_box(page)).to_have_value("")
+        expect(page.locator(".pt-notice")).to_be_hidden()
+        expect(other.locator(".pt-state")).to_have_text("")
+        expect(message_box(other)).to_have_value("What is a hawk?")
+        ask(other, "What is a hawk?")
+        expect(other.locator("#chat .user")).to_have_text("What is a hawk?")
+        assert app.end() == 0
 
 
 @pytest.fixture(scope="module")

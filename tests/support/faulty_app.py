@@ -1,13 +1,15 @@
-"""app.py with a model runner that breaks: `python faulty_app.py KIND FAULTS_LEFT_FILE <app.py's own arguments>`.
+"""app.py with a model runner that breaks: `python faulty_app.py KIND FILE <app.py's own arguments>`.
 
 KIND: "hang" (a step never returns) or "device" (from then on the device fails every call). The fault comes once a
-request has four tokens, while the number in the file is above 0, and takes 1 off it.
+request has four tokens, while the number in the file is above 0, and takes 1 off it. Or "loading": nothing breaks, but
+the model is not loaded before the file is there.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,23 @@ def break_runner(kind: str, faults_left: Path) -> None:
     ModelRunner.launch, ModelRunner.check_device = faulty_launch, faulty_check  # type: ignore[method-assign]
 
 
+def hold_loading(until: Path) -> None:
+    from engine import llm_engine
+
+    load = llm_engine.load_parts
+
+    def held(config: Any, progress: Any) -> Any:
+        while not until.exists():
+            progress("waiting", 50.0)
+            time.sleep(0.05)
+        return load(config, progress)
+
+    llm_engine.load_parts = held
+
+
 def main() -> None:
-    kind, faults_left, *argv = sys.argv[1:]
-    break_runner(kind, Path(faults_left))
+    kind, file, *argv = sys.argv[1:]
+    hold_loading(Path(file)) if kind == "loading" else break_runner(kind, Path(file))
     from app.launch import run
     from app.settings import parse_settings
 
