@@ -7,22 +7,14 @@ a refused send, edit, retry or continue has written nothing, so the page keeps t
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS, ChatSettings
-from app.errors import (
-    BlankMessage,
-    ChatBusy,
-    ChatError,
-    ChatNotFound,
-    ContextFull,
-    ModelLoading,
-    ModelNotReady,
-    ReplyUnsaved,
-)
+from app.errors import BlankMessage, ChatBusy, ChatError, ChatNotFound, ContextFull, ModelNotReady, ReplyUnsaved
 from app.figures import Figures
 from app.jobs import Job, JobSnapshot
 from app.owner_slots import OwnerSlots
@@ -51,7 +43,6 @@ __all__ = [
     "Figures",
     "Job",
     "JobSnapshot",
-    "ModelLoading",
     "ModelNotReady",
     "ReplyUnsaved",
     "ThinkingSplit",
@@ -60,6 +51,7 @@ __all__ = [
 ]
 
 MAX_USER_CHARS = 200
+_LOAD_POLL = 0.1  # seconds
 
 
 class ChatService:
@@ -74,6 +66,27 @@ class ChatService:
         self._engine = engine
         self._owners = OwnerSlots()
         self._replies = Replies(store, engine, abandon_after, isolate_users=isolate_users)
+        self._loaded: asyncio.Task[None] | None = None
+
+    # -- the model ---------------------------------------------------------------------------------------------
+    @property
+    def is_loading(self) -> bool:
+        """The model is neither loaded nor has failed to be."""
+        status = self._engine.status()
+        return not status.ready and not status.error
+
+    async def until_loaded(self) -> bool:
+        """Wait while the model is being loaded; whether that took any time. Who waits first goes on first."""
+        if not self.is_loading:
+            return False
+        if self._loaded is None or self._loaded.done():
+            self._loaded = asyncio.create_task(self._watch_loading())
+        await asyncio.shield(self._loaded)
+        return True
+
+    async def _watch_loading(self) -> None:
+        while self.is_loading:  # noqa: ASYNC110  the engine's thread tells no event loop
+            await asyncio.sleep(_LOAD_POLL)
 
     # -- chats -------------------------------------------------------------------------------------------------
     async def new_chat(self, user: str, title: str = "") -> str:

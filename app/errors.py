@@ -28,14 +28,6 @@ class ModelNotReady(ChatError):
     full."""
 
 
-class ModelLoading(ModelNotReady):
-    """The model is still being fetched or loaded. `stage` is where that stands."""
-
-    def __init__(self, stage: str) -> None:
-        super().__init__(f"the model is still loading ({stage}): send it again when it is ready")
-        self.stage = stage
-
-
 class ContextFull(ChatError):
     """The prompt does not fit. `prompt_tokens` and `max_model_len` are the two numbers. The message names
     the ways on."""

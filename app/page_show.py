@@ -24,7 +24,6 @@ from app.chat import (
     ChatView,
     ContextFull,
     JobSnapshot,
-    ModelLoading,
     ModelNotReady,
     ReplyUnsaved,
 )
@@ -123,9 +122,6 @@ class Showing:
                 return await self._take_back(tab, who, edited, error)
             if isinstance(error, BlankMessage):
                 return self.nothing()
-            if message and isinstance(error, ModelLoading):
-                words = f"The model is still loading ({error.stage}). Your text is sent when it is ready."
-                return {self.page.notice: self.notice(words, message, waits=True)}
             return {self.page.notice: self.notice(_refusal(error), message, busy=isinstance(error, ChatBusy))}
         sent = {message: chat} if message else None
         if self._tabs.has_turned(tab):
@@ -217,15 +213,12 @@ class Showing:
         older = 0 if len(chats) < MOST_LISTED else await self._chats.count_chats(who) - len(chats)
         return {"chats": chats, "older": older, "since": self._since, "number": number}
 
-    def notice(
-        self, words: str, message: str = "", *, draft: str = "", busy: bool = False, waits: bool = False
-    ) -> dict[str, Any]:
+    def notice(self, words: str, message: str = "", *, draft: str = "", busy: bool = False) -> dict[str, Any]:
         """The notice's value; its number makes the same words twice two notices. message: the name of the one that was
         refused. draft: a text for the message box, if there is none in it. busy: it holds only while the chat answers,
-        and the page takes it back then. waits: the page sends the message again when the model is ready."""
+        and the page takes it back then."""
         self._notices += 1
-        value = {"text": words, "number": self._notices, "refused": message, "draft": draft}
-        return value | {"busy": busy, "waits": waits}
+        return {"text": words, "number": self._notices, "refused": message, "draft": draft, "busy": busy}
 
     def nothing(self) -> Updates:
         """Updates that change nothing; Gradio takes no empty ones."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from app.chat_settings import ChatSettings
-from app.errors import ChatBusy, ChatError, ModelLoading, ModelNotReady, ReplyUnsaved
+from app.errors import ChatBusy, ChatError, ModelNotReady, ReplyUnsaved
 from app.figures import Figures
 from app.jobs import Job
 from app.prompt import Prompt, build_prompt
@@ -197,7 +197,7 @@ class Replies:
         if not status.ready:
             if status.error:
                 raise ModelNotReady(f"the model is not available: {status.error}")
-            raise ModelLoading(status.load.stage)
+            raise ModelNotReady(f"the model is still loading ({status.load.stage}): send it again when it is ready")
         if tokenizer is None:
             raise ModelNotReady(f"model {status.model} came without a tokenizer: it takes token ids, not chats")
         return tokenizer, context_limit(status)

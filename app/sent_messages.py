@@ -28,20 +28,24 @@ class SentMessages:
 
     def __init__(self) -> None:
         self._taken: OrderedDict[tuple[str, str], str] = OrderedDict()  # (user, message): the chat that took it
-        self._pages: OrderedDict[tuple[str, str], _Page] = OrderedDict()  # (user, chat or page without one)
+        # (user, chat or page without one, or message)
+        self._pages: OrderedDict[tuple[str, str], _Page] = OrderedDict()
 
     @asynccontextmanager
-    async def sending(self, user: str, target: str) -> AsyncIterator[_Page]:
-        """The page that sends to `target`, a chat or a page without one (any other text: one of its own): one message
-        at a time."""
-        page = _Page()
-        if _TARGET.fullmatch(target):
-            page = self._pages.setdefault((user, target), page)
-            self._pages.move_to_end((user, target))
-            while len(self._pages) > REMEMBERED:
-                self._pages.popitem(last=False)
-        async with page.lock:
+    async def sending(self, user: str, target: str, name: str) -> AsyncIterator[_Page]:
+        """The page that sends the message `name` to `target`, a chat or a page without one (any other text: one of its
+        own): one message at a time, and a message to one target at a time (a copy of a tab has another one)."""
+        message = self._page(user, f"message {name}") if _NAME.fullmatch(name) else _Page()
+        page = self._page(user, target) if _TARGET.fullmatch(target) else _Page()
+        async with message.lock, page.lock:
             yield page
+
+    def _page(self, user: str, target: str) -> _Page:
+        page = self._pages.setdefault((user, target), _Page())
+        self._pages.move_to_end((user, target))
+        while len(self._pages) > REMEMBERED:
+            self._pages.popitem(last=False)
+        return page
 
     def note(self, user: str, name: str, chat: str) -> None:
         """The chat has taken the message."""

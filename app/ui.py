@@ -45,6 +45,7 @@ ADDRESS = "() => [pageturn.user(), pageturn.chatInAddress(), pageturn.namesOnThe
 # gr.HTML lets an event be listened to only where its name stands quoted in the component's script.
 CUSTOM_EVENTS = (
     "'pick' 'rename' 'remove' 'search' 'export_chat' 'import_chat' 'act' 'follow' 'settle' 'resync' 'retry_load'"
+    " 'say_waiting'"
 )
 
 
@@ -212,6 +213,7 @@ def _wire(demo: gr.Blocks, page: Page, events: PageEvents) -> None:
     on(page.chat_list.settle, events.settle, page.chat, page.first, outputs=ending)
     on(page.chat_list.resync, events.resync, page.target, page.name, page.first, *page.form, js=PRESENT)
     page.chat_list.retry_load(events.load_again, None, None, **raw)
+    page.chat_list.say_waiting(events.say_waiting, None, [page.notice], **raw)
     # "input" alone misses the first change after the server has set a text box.
     keep: dict[str, Any] = {"outputs": [page.notice], "trigger_mode": "always_last"}
     for control in page.form:

@@ -7,12 +7,13 @@ shows something else. Following never owns a job.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -24,7 +25,7 @@ from app.page_arguments import as_message, as_text, as_turn_id, choice_of, event
 from app.page_show import Edited, Showing, Updates, list_row
 from app.page_tabs import Tab
 from app.sent_messages import BLANK, SentMessages
-from app.settings_form import is_unfilled, left_alone, read_form
+from app.settings_form import is_unfilled, left_alone, read_form, show_form
 from engine.shown import shown
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 
 
 MOST_FOUND = 100  # chats that a search lists
+WAITS = "The model is still loading: your message is answered when it is ready."
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A message that has come and was neither taken nor refused yet."""
+
+    user: str
+    name: str
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PageEvents:
@@ -49,6 +60,7 @@ class PageEvents:
         self.chats = chats
         self._showing = Showing(chats, prefill_rate)
         self._sent = SentMessages()
+        self._messages: list[_UnderWay] = []
         self._retry_load = retry_load
         self._login = login
 
@@ -65,7 +77,8 @@ class PageEvents:
     async def open_address(self, request: gr.Request, user: str, address: str, names: str) -> Updates:
         """The page was loaded: show the chat that it names, and say what became of the messages of these names."""
         who, chat = self._who(request, user), as_text(address)
-        return await self._showing.show(_tab(request, user), who, chat, notice="", sent=self._news(who, names))
+        notice, sent = await self._news(who, names)
+        return await self._showing.show(_tab(request, user), who, chat, notice=notice, sent=sent)
 
     async def resync(
         self, request: gr.Request, event: gr.EventData, user: str, target: str, names: str, first: str, *form: Any
@@ -75,10 +88,12 @@ class PageEvents:
         "elsewhere", in another tab, which touches neither what is set here nor what is said. What is set for a chat
         that is still to come stays; once the model is ready, what was left alone follows its defaults."""
         who, chat, why = self._who(request, user), as_text(target), event_field(event, "why")
+        notice, news = await self._news(who, names)
         if BLANK.fullmatch(chat):  # its first message may have gone off just before
             chat = await self._sent.became(who, chat)
-        tab, news, first_turn = _tab(request, user), self._news(who, names), as_turn_id(first)
-        notice = None if why == "elsewhere" else ""
+        tab, first_turn = _tab(request, user), as_turn_id(first)
+        if why == "elsewhere":
+            notice = None
         updates = await self._showing.show(tab, who, chat, first=first_turn, notice=notice, sent=news)
         if why == "elsewhere":
             return self._showing.without_form(updates)
@@ -122,7 +137,14 @@ class PageEvents:
             return self._showing.nothing()
 
         async def start() -> str:
-            async with self._sent.sending(who, target or name) as page:
+            asked = form
+            with self._under_way(who, name):
+                if await self.chats.until_loaded() and is_new:
+                    asked = self._with_defaults_of_now(form)
+                return await take(asked)
+
+        async def take(form: tuple[Any, ...]) -> str:
+            async with self._sent.sending(who, target or name, name) as page:
                 if taken := self._sent.taken_by(who, name):
                     return taken
                 if is_new:
@@ -135,9 +157,35 @@ class PageEvents:
 
         return await self._showing.answer(_tab(request, user), who, start, name)
 
-    def _news(self, who: str, names: str) -> dict[str, str]:
-        """Of messages that the page has sent, by their names: the chats that took them, "" where none has."""
-        return {name: self._sent.taken_by(who, name) for name in as_text(names).split()[:100]}
+    async def say_waiting(self) -> Updates:
+        """A message was sent from a page that knows of no model: where that is still loading, `send` waits for it."""
+        return {self.page.notice: self._showing.notice(WAITS)} if self.chats.is_loading else self._showing.nothing()
+
+    @contextmanager
+    def _under_way(self, who: str, name: str) -> Iterator[None]:
+        message = _UnderWay(who, name)
+        self._messages.append(message)
+        try:
+            yield
+        finally:
+            self._messages.remove(message)
+            message.done.set()
+
+    def _with_defaults_of_now(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A form from before the model was loaded, with that one's defaults in what was left alone."""
+        stale, now = left_alone(form, DEFAULTS), show_form(self.chats.default_settings())
+        return tuple(now[i] if i in stale else value for i, value in enumerate(form))
+
+    async def _news(self, who: str, names: str) -> tuple[str, dict[str, str]]:
+        """Of messages that the page has sent: what is to be said of them, and by their names the chats that took them,
+        "" where none has. Of one that does not wait for the model it is told what comes of it."""
+        mine, notice = as_text(names).split()[:100], ""
+        for message in [one for one in self._messages if one.user == who and one.name in mine]:
+            if self.chats.is_loading:
+                notice = WAITS
+            else:
+                await message.done.wait()
+        return notice, {name: self._sent.taken_by(who, name) for name in mine}
 
     async def _first_message(self, who: str, chat: str, text: str, form: tuple[Any, ...]) -> str:
         """Send to `chat`, made now where it is ""; a refused message leaves no empty chat behind."""

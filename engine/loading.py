@@ -82,11 +82,15 @@ def load_parts(config: EngineConfig, progress: Progress) -> EngineParts:
     """
     devices = DeviceManager(config)
     device = devices.resolve()  # first: what "default" names depends on it
-    path = catalog.resolve(config.model, progress, device.device.type)
+
+    def check(model_config: ModelConfig) -> int:
+        model_config.check_ranks(config.tensor_parallel_size)
+        return _max_model_len(config, model_config)
+
+    path = catalog.resolve(config.model, progress, device.device.type, check)
     progress("reading the model's header", 0.0)
     model_config = read_config(path)
-    max_model_len = _max_model_len(config, model_config)
-    model_config.check_ranks(config.tensor_parallel_size)
+    max_model_len = check(model_config)
     tokenizer = load_tokenizer(path)
     if device.attention_backend == "flash_attn" and (why := flash_attn.why_not_head_dim(model_config.head_dim)):
         raise ValueError(f"attention_backend='flash_attn' was asked for, but {why}; use 'triton' or 'auto'")

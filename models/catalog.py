@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -82,19 +83,33 @@ def default_model_name(device: str = "cpu") -> str:
     return HUB_DEFAULT if device == "cuda" else DEFAULT_GGUF.name
 
 
-def resolve(model: str, progress: Progress | None = None, device: str = "cpu") -> Path:
+def resolve(
+    model: str,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    check: Callable[[ModelConfig], object] | None = None,
+) -> Path:
     """The local path of a model, fetched first if it must be.
 
     model: "default", a folder, a .gguf file, or a hub id ("owner/name"). progress(stage, percent) is called as
     bytes arrive. On a GPU "default" falls back to the packaged model, with a warning, where the hub cannot be
-    reached or has not got it. Raises ModelNotFound or ModelUnavailable.
+    reached or has not got it, unless check(its configuration) raises ValueError: then what the hub said is raised.
+    Raises ModelNotFound or ModelUnavailable.
     """
     progress = progress or (lambda stage, percent: None)
     if model == "default" and default_model_name(device) == HUB_DEFAULT:
         try:
             return _from_hub(HUB_DEFAULT, progress)
         except (ModelUnavailable, ModelNotFound) as error:
-            log.warning("%s; using %s instead", error, DEFAULT_GGUF.name)
+            path = packaged_model(DEFAULT_GGUF, progress)
+            try:
+                if check is not None:
+                    check(read_config(path))
+            except ValueError as reason:
+                log.warning("%s cannot stand in for %s: %s", DEFAULT_GGUF.name, HUB_DEFAULT, reason)
+                raise error from None
+            log.warning("%s; using %s instead", str(error).partition(";")[0], DEFAULT_GGUF.name)
+            return path
     if model in ("default", DEFAULT_GGUF.name):
         return packaged_model(DEFAULT_GGUF, progress)
     return local_path(model) or _from_hub(model, progress)
@@ -338,7 +353,21 @@ def _from_hub(model: str, progress: Progress) -> Path:
             f"cannot fetch {model!r} from the Hugging Face hub ({type(error).__name__}); check the network "
             f"and try again, or {elsewhere}"
         ) from error
+    if missing := _missing_weights(Path(folder)):  # of a download that was cut short, where the hub is away now
+        raise ModelUnavailable(
+            f"cannot load {model!r}: it has no {missing} here, and none came from the Hugging Face hub; check the "
+            f"network and try again, or {elsewhere}"
+        )
     return Path(folder)
+
+
+def _missing_weights(folder: Path) -> str:
+    """The name of a file of weights that the folder lacks, "" where it lacks none."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return "" if any(folder.glob("*.safetensors")) else "model.safetensors"
+    names = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    return next((name for name in sorted(names) if not (folder / name).exists()), "")
 
 
 def _progress_bar(model: str, progress: Progress) -> type:

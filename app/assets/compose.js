@@ -13,8 +13,7 @@
     } catch { /* storage is closed to this frame, or full */ }
   }
 
-  // { name, text, key, unsure, waits }: unsure of one that was refused or is not known to have come; it is still in its
-  // box. waits: it was refused for want of a model, and is sent when there is one, if it stands in its box as it did.
+  // { name, text, key, unsure }: unsure of one that was refused or is not known to have come; it is still in its box.
   let onTheWay = [], key = "";
   try { onTheWay = JSON.parse(stored("sending") || "[]"); } catch { /* as none */ }
   // What stands in a page's box of these messages.
@@ -50,6 +49,7 @@
     const next = chat || blankKey();
     if (next === key) return;
     const typed = key ? "" : (box()?.value ?? ""); // before the page knew what it shows
+    if (!key) for (const message of onTheWay) message.key ||= next;
     key = next;
     setDraft(key, stored(`draft:${key}`) || typed);
   };
@@ -82,32 +82,22 @@
       message = { name: pageturn.randomHex(8), text: behind ? text.slice(before.length) : text, key };
       onTheWay.push(message);
     }
-    message.unsure = message.waits = false;
+    message.unsure = false;
     keepOnTheWay();
+    if (!pageturn.stat?.ready) pageturn.send("say_waiting", {});
     return [target, message.text, message.name];
   };
   pageturn.namesOnTheWay = () => onTheWay.map((message) => message.name).join(" ");
   pageturn.namesIn = (body) => onTheWay.map((message) => message.name).filter((name) => body.includes(`"${name}"`));
   pageturn.awaitsNews = (names) => onTheWay.some((message) => !message.unsure && names.includes(message.name));
-  pageturn.notTaken = (names, waits = false) => {
-    for (const message of onTheWay.filter((one) => names.includes(one.name))) {
-      message.unsure = true;
-      message.waits ||= waits; // that none took it is said once more
-    }
+  pageturn.notTaken = (names) => {
+    for (const message of onTheWay) if (names.includes(message.name)) message.unsure = true;
     keepOnTheWay();
   };
-  const SOON = 100; // ms; what came with the word that the model is ready is on the page by then
-  pageturn.sendWaiting = () => {
-    if (!onTheWay.some((message) => message.waits)) return;
-    setTimeout(() => {
-      const message = onTheWay.find((one) => one.key === key && one.waits && one.text === box()?.value);
-      if (!message) return;
-      message.waits = false;
-      document.querySelector("#message .submit-button").click();
-    }, SOON);
-  };
-  // sent: the chats that took messages, by the messages' names; "" of those that none took.
+  // sent: the chats that took messages, by the messages' names; "" of those that none took. Returns the chat that the page
+  // shown has become by it.
   pageturn.noteSent = (sent) => {
+    let became = "";
     for (const [name, chat] of Object.entries(sent)) {
       const message = onTheWay.find((one) => one.name === name);
       if (!message) continue;
@@ -125,9 +115,10 @@
       }
       rename(from, chat); // the page without a chat has become this one
       if (blank === from) store("blank", (blank = ""));
-      if (key === from) key = chat;
+      if (key === from) key = became = chat;
       setDraft(chat, left);
     }
     keepOnTheWay();
+    return became;
   };
 })();

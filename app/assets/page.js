@@ -115,7 +115,7 @@
     const show = () => {
       const value = props.value;
       if (!value) return;
-      if (value.sent) pageturn.noteSent(value.sent);
+      const became = value.sent && pageturn.noteSent(value.sent);
       if (value.open !== undefined && value.choice >= choices && !pageturn.isOutdated(value.of)) {
         const moved = value.open !== shown, from = shown;
         pageturn.open = shown = value.open;
@@ -130,6 +130,7 @@
         pageturn.answering = Boolean(value.answering);
         if (value.answering) trigger("follow", {});
       }
+      if (became && !pageturn.open) pick(became); // of a page that was loaded again before its message was taken
       if (value.gone && value.gone === shown) pick((missed = shown)); // which says so, on a new page
       if (latest?.since !== value.since || latest.number <= value.number) latest = value;
       const { chats } = latest;
@@ -155,7 +156,6 @@
       const rest = areFound ? more && "… and more: search for more words" : latest.older > 0 && `… and ${latest.older.toLocaleString("en-US")} older: search for them`;
       if (!busy && rest) list.append(el("li", { className: "pt-none", textContent: rest }));
       if (value.download) download(value.download);
-      if (pageturn.stat?.ready) pageturn.sendWaiting();
     };
     watch("value", show);
     show();
@@ -276,7 +276,7 @@
       const isKept = props.value?.draft && pageturn.offerDraft(props.value.draft);
       text.textContent = (props.value?.text ?? "") + (isKept ? " Your text is in the message box." : "");
       text.hidden = !text.textContent;
-      if (props.value?.refused) pageturn.notTaken([props.value.refused], props.value.waits);
+      if (props.value?.refused) pageturn.notTaken([props.value.refused]);
     };
     watch("value", show);
     show();

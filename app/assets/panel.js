@@ -63,11 +63,15 @@
       if (frame.type === "delta") grid.change(frame.idx, frame.val);
       stat = frame.stat;
       pageturn.setStat(stat);
-      events.add(frame.events ?? [], frame.type === "full");
+      events.add(frame.events ?? []);
       elsewhere.look(frame.events ?? [], isFirst, chat.owner ?? 0);
       showTotals();
       showStat();
-    }, () => pageturn.setStat(pageturn.stat, true));
+    }, () => {
+      spark.value = 0; // what was the last word is not so any more
+      put("rate-note", "no live figures");
+      pageturn.setStat(pageturn.stat, true);
+    });
 
     let asked = -1;
     const point = (event) => {
@@ -205,15 +209,18 @@
 
   // The last five things that happened, in words: turns of the open chat with their cost, and the pool's events.
   class Events {
-    constructor(list) { Object.assign(this, { list, owner: 0, turns: [], pool: [], started: Date.now() }); }
+    constructor(list) { Object.assign(this, { list, owner: 0, turns: [], pool: [], seen: -1 }); }
     showTurns(turns) {
       this.turns = turns.slice(-5).map((turn) => ({ at: turn.at * 1000, text: turnWords(turn) }));
       this.show();
     }
-    // isWhole: they are the latest there are, of a server that may have started anew, with other owners.
-    add(events, isWhole) {
-      if (isWhole) this.pool = [];
-      for (const event of events) {
+    add(events) {
+      // A full frame has the latest once more. A server that has started anew counts from the beginning, its owners too.
+      const newest = events.at(-1)?.seq ?? this.seen;
+      if (newest < this.seen) Object.assign(this, { pool: [], seen: -1 });
+      const news = events.filter((event) => event.seq > this.seen);
+      this.seen = newest;
+      for (const event of news) {
         const at = Date.now() - event.ago * 1000, last = this.pool.at(-1);
         if (last && last.kind === event.kind && last.request === event.request && last.owner === event.owner) {
           last.count += event.count; // a decode takes a block every few steps: one line, not one per block
@@ -221,7 +228,7 @@
         } else this.pool.push({ at, ...event });
       }
       this.pool = this.pool.slice(-20);
-      if (isWhole || events.length) this.show();
+      if (news.length) this.show();
     }
     show() {
       const pool = this.pool.map((event) => ({ at: event.at, text: this.words(event) })).filter((line) => line.text);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from app.chat_settings import DEFAULTS, SMALL_MODEL_DEFAULTS
 from app.chat_view import as_typed
 from app.portable import FORMAT, VERSION
 from app.settings_form import FIELDS, show_form
+from app.ui_events import WAITS
 from tests.app.page_port import USER, Port, opened
 from tests.app.scripted_engine import Script, ScriptedEngine
 
@@ -169,6 +171,36 @@ async def test_a_message_that_is_sent_twice_is_taken_once(answering: Port) -> No
         (taken_by,) = found
         turns = (await port.chats.open_chat(USER, taken_by)).turns
         assert [turn.text for turn in turns if turn.role == "user"] == ["Hello"]
+
+
+async def test_messages_sent_while_the_model_loads_wait_and_are_taken_in_their_order_with_its_defaults(
+    tmp_path: Path,
+) -> None:
+    """But for what was set."""
+    engine = ScriptedEngine(ready=False, small_model=True)
+    async with opened(tmp_path / "data", engine) as port:
+        form = show_form(DEFAULTS)
+        form[FIELDS.index("top_k")] = 7
+        sends = []
+        for tab, target in enumerate((PAGE, "new-" + "b" * 16)):
+            message = [USER, target, f"{tab}" * 16, "", "", f"Hello {tab}", *form]
+            sends.append(asyncio.create_task(port.event(port.number("send"), message, tab=f"tab{tab}")))
+            async with asyncio.timeout(20):
+                said = ""
+                while WAITS not in said:  # also a page that is loaded again finds it so
+                    present = [USER, target, f"{tab}" * 16, "", *form]
+                    said = json.dumps(await port.event(port.number("resync"), present, {"why": "back"}))
+        assert WAITS in json.dumps(await port.event(port.number("say_waiting"), []))
+        assert WAITS not in json.dumps(await port.event(port.number("resync"), [USER, PAGE, "9" * 16, "", *form], {}))
+        assert not await port.chats.list_chats(USER)
+        engine.ready = True
+        opens = [listed(answer)["open"] for answer in await asyncio.gather(*sends)]
+        for tab, chat in enumerate(opens):
+            view = await port.chats.open_chat(USER, chat)
+            assert view.turns[0].text == f"Hello {tab}"
+            assert view.settings == SMALL_MODEL_DEFAULTS.changed({"top_k": 7})
+        assert WAITS not in json.dumps(await port.event(port.number("say_waiting"), []))
+        await port.chats.shutdown()
 
 
 async def test_a_model_that_becomes_ready_sends_only_the_defaults_that_are_other_ones_than_shown(

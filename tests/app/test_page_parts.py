@@ -64,7 +64,7 @@ async def test_a_message_is_known_by_its_name_and_a_page_without_a_chat_by_what_
     assert await sent.became("ada", page) == "" and sent.taken_by("ada", name) == ""
 
     async def send() -> None:
-        async with sent.sending("ada", page) as sender:
+        async with sent.sending("ada", page, name) as sender:
             await asyncio.sleep(0)
             assert not sender.chat, "two at once"
             await asyncio.sleep(0)
@@ -77,11 +77,25 @@ async def test_a_message_is_known_by_its_name_and_a_page_without_a_chat_by_what_
     await sending
     assert sent.taken_by("ada", name) == "a" and sent.taken_by("bob", name) == ""
     assert await sent.became("bob", page) == ""
-    async with sent.sending("ada", "x" * 65) as other:
+    async with sent.sending("ada", "x" * 65, "") as other:
         other.chat = "a"
     assert await sent.became("ada", "x" * 65) == ""  # no name that a page has: not remembered
     sent.note("ada", "no name of a message", "a")
     assert sent.taken_by("ada", "no name of a message") == ""
+
+
+async def test_a_message_that_two_copies_of_a_tab_send_at_once_is_taken_once():
+    sent, name, taken = SentMessages(), "1" * 16, []
+
+    async def send(page: str) -> None:
+        async with sent.sending("ada", page, name):
+            if not sent.taken_by("ada", name):
+                await asyncio.sleep(0.01)
+                taken.append(page)
+                sent.note("ada", name, page)
+
+    await asyncio.gather(*(send("new-" + letter * 16) for letter in "ab"))
+    assert taken == ["new-" + "a" * 16]
 
 
 @pytest.mark.parametrize("user", [None, "", "A" * 32, "0" * 31, 7, "../../etc", "0" * 32 + "\n"])

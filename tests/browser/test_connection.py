@@ -285,29 +285,62 @@ def test_a_model_that_cannot_be_fetched_is_named_with_a_retry_and_the_draft_is_k
         server.end()
 
 
-def test_what_is_sent_while_the_model_loads_is_sent_when_it_is_ready(shallow_model_path, profile, tmp_path):
-    gate = tmp_path / "loaded"
+@pytest.fixture
+def loading(shallow_model_path, tmp_path):
+    """(a server's address, a function after which it loads its model)"""
     argv = ("--model", str(shallow_model_path), "--num-kvcache-blocks", "512", "--device", "cpu")
-    program = ("tests/support/faulty_app.py", "loading", str(gate))
+    program = ("tests/support/faulty_app.py", "loading", str(tmp_path / "go"))
     with AppProcess(*argv, data_dir=tmp_path / "data", program=program) as app:
         app.wait_open()
-        page, other = (open_page(profile(), app.url) for _ in range(2))
-        for tab in (page, other):
-            message_box(tab).fill("What is an owl?")
-            message_box(tab).press("Enter")
-            expect(tab.locator(".pt-notice")).to_contain_text("is sent when it is ready")
-            expect(message_box(tab)).to_have_value("What is an owl?")
-        message_box(other).fill("What is a hawk?")  # another text than the one that waits
-        gate.touch()
+        yield app.url, (tmp_path / "go").touch
+        assert app.end() == 0
+
+
+def test_what_is_sent_while_the_model_loads_is_answered_when_it_is_ready(loading, profile):
+    url, load = loading
+    late = late_events(1000)  # so that the message is sent before the page knows what it shows
+    at_once, edited, hidden, behind = (profile(scripts).new_page() for scripts in ([late], [], [], []))
+    for page in (at_once, edited, hidden, behind):
+        page.goto(url)
+        message_box(page).wait_for()
+        message_box(page).fill("What is an owl?")
+        message_box(page).press("Enter")
+        expect(page.locator(".pt-notice")).to_contain_text("is answered when it is ready")
+        expect(message_box(page)).to_have_value("What is an owl?")
+    message_box(edited).fill("What is a hawk?")
+    hidden.evaluate(
+        "Object.defineProperty(document, 'hidden', { value: true });"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    message_box(behind).press("End")
+    message_box(behind).press_sequentially(" And a crow?")
+    message_box(behind).press("Enter")
+    load()
+    for page, left in ((at_once, ""), (edited, "What is a hawk?"), (hidden, ""), (behind, " And a crow?")):
         wait_for_replies(page, 1)
         expect(page.locator("#chat .user")).to_have_text("What is an owl?")
-        expect(message_box(page)).to_have_value("")
+        expect(message_box(page)).to_have_value(left)
+        expect(page.locator(".pt-chat")).to_have_count(1)
+    for page in (at_once, edited):
         expect(page.locator(".pt-notice")).to_be_hidden()
-        expect(other.locator(".pt-state")).to_have_text("")
-        expect(message_box(other)).to_have_value("What is a hawk?")
-        ask(other, "What is a hawk?")
-        expect(other.locator("#chat .user")).to_have_text("What is a hawk?")
-        assert app.end() == 0
+    ask(edited, "What is a hawk?")
+
+
+def test_a_page_loaded_again_while_its_message_waits_for_the_model_has_it_answered_once(loading, profile):
+    url, load = loading
+    context = profile()
+    page = open_page(context, url, max_tokens=None)
+    message_box(page).fill("What is an owl?")
+    message_box(page).press("Enter")
+    expect(page.locator(".pt-notice")).to_contain_text("is answered when it is ready")
+    page.reload()
+    expect(message_box(page)).to_have_value("What is an owl?")
+    expect(page.locator(".pt-notice")).to_contain_text("is answered when it is ready")
+    load()
+    wait_for_replies(page, 1)
+    expect(page.locator("#chat .user")).to_have_text("What is an owl?")
+    expect(message_box(page)).to_have_value("")
+    expect(page.locator(".pt-chat")).to_have_count(1)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import pytest
 
 from models import catalog
 from models.catalog import ModelNotFound, ModelUnavailable
+from models.config import ModelConfig
 
 CONTENT = b"GGUF" + random.Random(0).randbytes(8 << 20)  # many times what pip reads at once, and not to be compressed
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -206,6 +207,52 @@ def test_a_hub_that_cannot_give_the_default_falls_back_to_the_packaged_model_on_
     monkeypatch.setattr(catalog, "DEFAULT_GGUF", PACKAGED)
     assert catalog.resolve("default", device="cuda").read_bytes() == CONTENT
     assert "using Tiny instead" in caplog.text
+
+
+def test_a_stand_in_that_cannot_do_what_was_asked_for_leaves_the_hub_s_word(
+    home: Path, monkeypatch: pytest.MonkeyPatch, default_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A longer context, or more ranks, than the packaged model has: a try later may find the hub, so it is no end."""
+
+    def unreachable(model: str, progress: object) -> Path:
+        raise ModelUnavailable(f"cannot fetch {model}")
+
+    def check(config: ModelConfig) -> None:
+        if config.max_position_embeddings < 32_768:
+            raise ValueError("max_model_len=32768 is too long")
+
+    monkeypatch.setattr(catalog, "_from_hub", unreachable)
+    monkeypatch.setattr(catalog, "packaged_model", lambda model, progress: default_model_path)
+    with pytest.raises(ModelUnavailable, match=r"cannot fetch Qwen/Qwen3-0.6B"):
+        catalog.resolve("default", device="cuda", check=check)
+    assert "cannot stand in for Qwen/Qwen3-0.6B: max_model_len=32768 is too long" in caplog.text
+    assert catalog.resolve("default", device="cuda", check=lambda config: None) == default_model_path
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ({}, "model.safetensors"),
+        ({"model.safetensors": ""}, None),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
+          "1.safetensors": ""}, "2.safetensors"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "1.safetensors"}}', "1.safetensors": ""}, None),
+    ],
+)  # fmt: skip
+def test_a_download_that_was_cut_short_may_be_tried_again(
+    there: dict[str, str], missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the hub cannot be reached, its library gives what there is of the model."""
+    import huggingface_hub
+
+    for name, text in {"config.json": "{}", **there}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    if missing is None:
+        assert catalog.resolve("some-owner/some-model") == tmp_path
+        return
+    with pytest.raises(ModelUnavailable, match=f"it has no {missing} here.*try again"):
+        catalog.resolve("some-owner/some-model")
 
 
 def test_local_paths_resolve_to_themselves(tmp_path: Path) -> None:
