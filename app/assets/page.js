@@ -10,7 +10,7 @@
   pageturn.el = el;
   // Show the open chat anew if it `wentOn` in another tab: once what this one has sent is shown, if that was not it, and
   // not while one of its messages is being edited, for the editor would stay, with another message in its place.
-  const SOON = 700, looks = new Set(); // ms; what may have happened elsewhere
+  const SOON = 700, looks = new Set(); // ms; what may have happened elsewhere, or is on its way
   let looking = 0;
   pageturn.lookAgain = (wentOn) => {
     looks.add(wentOn);
@@ -66,6 +66,12 @@
   function pick(id) {
     turnTo(id);
     pageturn.send("pick", { id });
+  }
+  // To the chat that the page shown has become, unless it comes by itself, as it does but for a page that was loaded again
+  // before its message was taken.
+  function turnSoon(chat) {
+    const before = choices;
+    setTimeout(() => { if (!pageturn.open && choices === before) pick(chat); }, SOON);
   }
   document.addEventListener("click", (event) => { if (event.target.closest?.("#new-chat")) turnTo("", true); }, true);
   // Of two updates that arrive in the other order the older one would stay: then what is picked is shown once more.
@@ -130,7 +136,7 @@
         pageturn.answering = Boolean(value.answering);
         if (value.answering) trigger("follow", {});
       }
-      if (became && !pageturn.open) pick(became); // of a page that was loaded again before its message was taken
+      if (became && !pageturn.open) turnSoon(became);
       if (value.gone && value.gone === shown) pick((missed = shown)); // which says so, on a new page
       if (latest?.since !== value.since || latest.number <= value.number) latest = value;
       const { chats } = latest;

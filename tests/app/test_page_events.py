@@ -176,13 +176,13 @@ async def test_a_message_that_is_sent_twice_is_taken_once(answering: Port) -> No
 async def test_messages_sent_while_the_model_loads_wait_and_are_taken_in_their_order_with_its_defaults(
     tmp_path: Path,
 ) -> None:
-    """But for what was set."""
-    engine = ScriptedEngine(ready=False, small_model=True)
+    """But for what was set. One behind another in the same chat is refused while that is answered, and kept."""
+    engine = ScriptedEngine(ready=False, small_model=True, scripts=[Script(end="hang")])
     async with opened(tmp_path / "data", engine) as port:
         form = show_form(DEFAULTS)
         form[FIELDS.index("top_k")] = 7
         sends = []
-        for tab, target in enumerate((PAGE, "new-" + "b" * 16)):
+        for tab, target in enumerate((PAGE, "new-" + "b" * 16, PAGE)):
             message = [USER, target, f"{tab}" * 16, "", "", f"Hello {tab}", *form]
             sends.append(asyncio.create_task(port.event(port.number("send"), message, tab=f"tab{tab}")))
             async with asyncio.timeout(20):
@@ -194,8 +194,11 @@ async def test_messages_sent_while_the_model_loads_wait_and_are_taken_in_their_o
         assert WAITS not in json.dumps(await port.event(port.number("resync"), [USER, PAGE, "9" * 16, "", *form], {}))
         assert not await port.chats.list_chats(USER)
         engine.ready = True
-        opens = [listed(answer)["open"] for answer in await asyncio.gather(*sends)]
-        for tab, chat in enumerate(opens):
+        *taken, refused = await asyncio.gather(*sends)
+        assert "still answering" in json.dumps(refused)
+        assert len(await port.chats.list_chats(USER)) == 2
+        for tab, answer in enumerate(taken):
+            chat = listed(answer)["open"]
             view = await port.chats.open_chat(USER, chat)
             assert view.turns[0].text == f"Hello {tab}"
             assert view.settings == SMALL_MODEL_DEFAULTS.changed({"top_k": 7})
