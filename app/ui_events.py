@@ -178,14 +178,15 @@ class PageEvents:
 
     async def _news(self, who: str, names: str) -> tuple[str, dict[str, str]]:
         """Of messages that the page has sent: what is to be said of them, and by their names the chats that took them,
-        "" where none has. Of one that does not wait for the model it is told what comes of it."""
-        mine, notice = as_text(names).split()[:100], ""
+        "" where none has. Of one that waits for the model nothing is known yet."""
+        mine, waiting = as_text(names).split()[:100], set()
         for message in [one for one in self._messages if one.user == who and one.name in mine]:
             if self.chats.is_loading:
-                notice = WAITS
+                waiting.add(message.name)
             else:
                 await message.done.wait()
-        return notice, {name: self._sent.taken_by(who, name) for name in mine}
+        sent = {name: self._sent.taken_by(who, name) for name in mine if name not in waiting}
+        return WAITS if waiting else "", sent
 
     async def _first_message(self, who: str, chat: str, text: str, form: tuple[Any, ...]) -> str:
         """Send to `chat`, made now where it is ""; a refused message leaves no empty chat behind."""

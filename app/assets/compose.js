@@ -84,9 +84,11 @@
     }
     message.unsure = false;
     keepOnTheWay();
-    if (!pageturn.stat?.ready) pageturn.send("say_waiting", {});
+    if (pageturn.waits()) pageturn.send("say_waiting", {});
     return [target, message.text, message.name];
   };
+  // Whether a message of the page shown may wait for the model.
+  pageturn.waits = () => !pageturn.stat?.ready && onTheWay.some((message) => message.key === key && !message.unsure);
   pageturn.namesOnTheWay = () => onTheWay.map((message) => message.name).join(" ");
   pageturn.namesIn = (body) => onTheWay.map((message) => message.name).filter((name) => body.includes(`"${name}"`));
   pageturn.awaitsNews = (names) => onTheWay.some((message) => !message.unsure && names.includes(message.name));

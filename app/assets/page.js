@@ -283,6 +283,7 @@
       text.textContent = (props.value?.text ?? "") + (isKept ? " Your text is in the message box." : "");
       text.hidden = !text.textContent;
       if (props.value?.refused) pageturn.notTaken([props.value.refused]);
+      if (text.hidden && pageturn.waits()) pageturn.send?.("say_waiting", {}); // an earlier event's word has come over it
     };
     watch("value", show);
     show();
