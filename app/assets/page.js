@@ -266,12 +266,14 @@
       byId("page").dataset.settings = open ? "open" : "closed";
     });
   };
-  // Left, a slider's number goes to the slider's limit, which Gradio tells only as a "change"; what was typed was kept.
+  // Left, a slider's number goes to the slider's limit, which Gradio tells only as a "change"; what was typed was kept. (Not
+  // at once: told beside the "blur", it may reach the server before that one's number.)
+  const AFTER_BLUR = 100; // ms
   document.addEventListener("blur", (event) => {
     const box = event.target;
     if (!box.matches?.("#settings-form input[type=number]")) return;
     const typed = box.value;
-    setTimeout(() => { if (box.value !== typed) box.dispatchEvent(new Event("input", { bubbles: true })); });
+    setTimeout(() => { if (box.value !== typed) box.dispatchEvent(new Event("input", { bubbles: true })); }, AFTER_BLUR);
   }, true);
   pageturn.mountNotice = (element, watch, props) => {
     const text = element.querySelector(".pt-notice");
