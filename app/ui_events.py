@@ -137,23 +137,19 @@ class PageEvents:
             return self._showing.nothing()
 
         async def start() -> str:
-            asked = form
             with self._under_way(who, name):
-                if await self.chats.until_loaded() and is_new:
-                    asked = self._with_defaults_of_now(form)
-                return await take(asked)
-
-        async def take(form: tuple[Any, ...]) -> str:
-            async with self._sent.sending(who, target or name, name) as page:
-                if taken := self._sent.taken_by(who, name):
-                    return taken
-                if is_new:
-                    page.chat = await self._first_message(who, page.chat, text, form)
-                else:
-                    await self._keep_settings(who, target, form)
-                    await self.chats.send(who, target, text, shown_leaf)
-                self._sent.note(who, name, page.chat or target)
-                return page.chat or target
+                waited = await self.chats.until_loaded()
+                async with self._sent.sending(who, target or name, name) as page:
+                    if taken := self._sent.taken_by(who, name):
+                        return taken
+                    if is_new:
+                        asked = self._with_defaults_of_now(form) if waited else form
+                        page.chat = await self._first_message(who, page.chat, text, asked)
+                    else:
+                        await self._keep_settings(who, target, form)
+                        await self.chats.send(who, target, text, shown_leaf)
+                    self._sent.note(who, name, page.chat or target)
+                    return page.chat or target
 
         return await self._showing.answer(_tab(request, user), who, start, name)
 

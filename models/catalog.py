@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import hashlib
 import io
-import json
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint import CheckpointError, is_gguf, read_config
+from models.checkpoint import CheckpointError, is_gguf, read_config, weight_files
 from models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -353,21 +352,14 @@ def _from_hub(model: str, progress: Progress) -> Path:
             f"cannot fetch {model!r} from the Hugging Face hub ({type(error).__name__}); check the network "
             f"and try again, or {elsewhere}"
         ) from error
-    if missing := _missing_weights(Path(folder)):  # of a download that was cut short, where the hub is away now
+    files = weight_files(Path(folder)) or [Path(folder) / "model.safetensors"]
+    # Of a download that was cut short, where the hub is away now.
+    if missing := next((file.name for file in files if not file.exists()), None):
         raise ModelUnavailable(
             f"cannot load {model!r}: it has no {missing} here, and none came from the Hugging Face hub; check the "
             f"network and try again, or {elsewhere}"
         )
     return Path(folder)
-
-
-def _missing_weights(folder: Path) -> str:
-    """The name of a file of weights that the folder lacks, "" where it lacks none."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return "" if any(folder.glob("*.safetensors")) else "model.safetensors"
-    names = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-    return next((name for name in sorted(names) if not (folder / name).exists()), "")
 
 
 def _progress_bar(model: str, progress: Progress) -> type:

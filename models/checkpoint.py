@@ -18,6 +18,7 @@ logger = logging.getLogger("pageturn.models")
 
 # Longest context and widest layer that are believed; a damaged header must not ask for terabytes.
 _LIMIT = 1 << 24
+INDEX = "model.safetensors.index.json"
 
 
 class CheckpointError(ValueError):
@@ -35,6 +36,19 @@ def read_config(path: Path) -> ModelConfig:
     config = gguf_config(GGUFFile(path)) if is_gguf(path) else _folder_config(path)
     _check(config, path)
     return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The .safetensors files that hold a folder's weights: those that its index names, there or not, or else all.
+    CheckpointError for an index without a list of them."""
+    index_path = folder / INDEX
+    index = read_json(index_path)
+    if index is None:
+        return sorted(folder.glob("*.safetensors"))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index_path}: has no 'weight_map'")
+    return sorted({folder / str(name) for name in weight_map.values()})
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from models.checkpoint import CheckpointError, is_gguf, load_tokenizer, read_config
+from models.checkpoint import INDEX, CheckpointError, is_gguf, load_tokenizer, read_config, weight_files
 from models.config import ModelConfig
 from models.dequantize import read_weight
 from models.gguf import GGUFFile
@@ -21,7 +21,6 @@ from models.layers.linear import Linear, Weight
 from models.native import decoder
 from models.registry import get_model_class
 from models.stored import StoredTensor
-from models.tokenizer import read_json
 
 __all__ = ["WeightsError", "count_parameters", "load_model", "load_tokenizer", "read_config"]
 
@@ -226,18 +225,10 @@ def _read_whole(archive: Any, name: str) -> Tensor:
 
 def _safetensors_files(folder: Path) -> list[Path]:
     """The files that hold the weights, by the index where there is one; WeightsError when any is not there."""
-    index_path = folder / "model.safetensors.index.json"
-    index = read_json(index_path)
-    if index is not None:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise WeightsError(f"{index_path}: has no 'weight_map'")
-        files = sorted({folder / str(name) for name in weight_map.values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise WeightsError(f"{folder}: has no .safetensors file; other formats of weights are not read")
     for file in files:
         if not file.exists():
-            raise WeightsError(f"{file}: named in {index_path.name} but not there; the download is incomplete")
+            raise WeightsError(f"{file}: named in {INDEX} but not there; the download is incomplete")
     return files
